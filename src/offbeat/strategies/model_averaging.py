@@ -195,12 +195,13 @@ class LocalSGD(_AveragesModels):
     lost workers.
 
     Source: Stich 2019, "Local SGD converges fast and communicates little"; for steps by pace, and averagings
-    without those that are late, see `QuorumRounds`.
+    without those that are late, see `LocalRounds`.
 
     Args:
         every: optimizer steps of the fastest worker between two averagings, at least 1.
-        least: workers with which an averaging may begin, though others are late; by default more than half.
-        grace_s: how long it is put off for the others, in seconds; by default a quarter of the time since the
+        quorum: how many workers may begin an averaging, though others are late: a number, or "n-1", "n-2", …
+            for all but one, two, …; by default more than half.
+        grace: how long it is put off for the others, in seconds; by default a quarter of the time since the
             last one.
         by_pace: slower workers make fewer steps; else all make `every`.
         shards, overlap, global_every, timeout_s: see `PReduce`.
@@ -213,9 +214,13 @@ class LocalSGD(_AveragesModels):
     _policy: ClassVar[type[ModelAveraging]] = LocalSteps
 
     every: int = 16
-    least: int | None = None
-    grace_s: float | None = None
+    quorum: int | str | None = None
+    grace: float | None = None
     by_pace: bool = True
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        arguments = super()._policy_arguments()
+        return {"grace_s": arguments.pop("grace"), **arguments}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +236,7 @@ class DiLoCo(LocalSGD):
 
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models";
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, mixing); for
-    delayed momentum see `OuterOptimizer`, for steps by pace and quorum `QuorumRounds`. Deviations: with
+    delayed momentum see `OuterOptimizer`, for steps by pace and quorum `LocalRounds`. Deviations: with
     `overlap` a mean is added as soon as it is there, with all that its worker has learnt meanwhile, not after
     a fixed number of steps; fragments are equal parts of all parameters in their order, not layers.
 
@@ -241,7 +246,7 @@ class DiLoCo(LocalSGD):
         outer_rate, outer_momentum, momentum_every: see `OuterOptimizer`.
         mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
             below 1.
-        least, grace_s, by_pace: see `LocalSGD`.
+        quorum, grace, by_pace: see `LocalSGD`.
         shards, overlap, global_every, timeout_s: see `PReduce`.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,8 @@ from offbeat.errors import ProtocolError
 from offbeat.events import (
     AbortJob,
     AssignBlocks,
-    AverageModels,
     CancelAveraging,
-    EpochEnded,
-    Finished,
     JobComplete,
-    Joined,
     Left,
     Lost,
     ModelsAveraged,
@@ -30,86 +25,12 @@ from offbeat.events import (
 )
 from offbeat.policies.model_averaging.first_ready import FirstReadyGroups
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
-from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.policies.model_averaging.weights import ema_weights
+from support.averaging_job import Job, members
 
 
 def accept_any(group, worker):
     return True
-
-
-class Job:
-    """A policy and the worker's side of each of its workers; actions arrive at once."""
-
-    def __init__(self, world, **options):
-        self.policy = PartialReduce(world, **{"shards": "equal"} | options)
-        self.workers = {}
-        self.averagings = []
-        self.actions = []
-        self.now_s = 0.0
-        for worker in range(world):
-            self.join(worker, world)
-
-    def emit(self, event):
-        actions = self.policy.handle(event)
-        for action in actions:
-            if isinstance(action, AverageModels):
-                self.averagings.append(action)
-            if isinstance(action, AverageModels | CancelAveraging):
-                for member in action.members:
-                    if member in self.workers:
-                        self.workers[member].handle(action)
-        self.actions += actions
-        return actions
-
-    def join(self, worker, world):
-        self.workers[worker] = ModelAveragingProtocol(worker)
-        return self.emit(
-            Joined(
-                now_s=self.now_s,
-                worker=worker,
-                world=world,
-                peer=f"worker-{worker}",
-                location="here",
-                addresses=(),
-                model_signature=(),
-                strategy="preduce",
-            )
-        )
-
-    def ready(self, worker, **values):
-        fields = {"generation": 0, "epoch": 0, "step": 0, "round": 0, "compute_s": 0.1, "samples": 0}
-        return self.emit(Ready(now_s=self.now_s, worker=worker, blocks=(), **fields | values))
-
-    def averaged(self, worker, *, has_mean=True):
-        ended = self.workers[worker].finish(model_steps=1, has_mean=has_mean)
-        return self.emit(replace(ended, now_s=self.now_s))
-
-    def end_all(self):
-        """All members of all averagings have the mean."""
-        return [
-            action
-            for worker, protocol in sorted(self.workers.items())
-            if protocol.averaging is not None
-            for action in self.averaged(worker)
-        ]
-
-    def begin(self):
-        self.end_all()
-        self.averagings.clear()
-        self.actions.clear()
-        return self
-
-    def finished(self, worker):
-        return self.emit(Finished(now_s=self.now_s, worker=worker, epoch=0, step=1))
-
-    def lost(self, worker):
-        self.workers.pop(worker)
-        return self.emit(Lost(now_s=self.now_s, worker=worker, cause="it died"))
-
-
-def members(actions):
-    return [action.members for action in actions if isinstance(action, AverageModels)]
 
 
 # The start and the end ------------------------------------------------------------------------------------
@@ -825,24 +746,8 @@ def test_with_any_events_groups_are_disjoint_and_the_job_ends(seed, world, size,
 # The mean of all models after an epoch ----------------------------------------------------------------------
 
 
-class EpochJob(Job):
-    def end_epoch(self, worker, epoch=0, *, is_complete=True):
-        return self.emit(EpochEnded(now_s=self.now_s, worker=worker, epoch=epoch, is_complete=is_complete))
-
-
-def test_the_mean_of_the_first_epoch_waits_for_workers_that_are_receiving_the_state():
-    job = EpochJob(3, size=2)
-    job.averaged(0)
-    job.ready(0)
-    assert job.end_epoch(0) == []
-    for worker in (1, 2):
-        job.averaged(worker)
-    job.end_epoch(1)
-    assert members(job.end_epoch(2)) == [(0, 1, 2)]
-
-
 def test_workers_that_have_used_up_an_epoch_average_once_all_have():
-    job = EpochJob(3, size=2).begin()
+    job = Job(3, size=2).begin()
     job.ready(0)
     job.end_epoch(0)
     job.end_epoch(1)
@@ -854,7 +759,7 @@ def test_workers_that_have_used_up_an_epoch_average_once_all_have():
 
 
 def test_nobody_waits_for_the_mean_of_an_epoch_with_a_worker_that_has_left_it_early():
-    job = EpochJob(3, size=2).begin()
+    job = Job(3, size=2).begin()
     job.end_epoch(0)
     job.end_epoch(1, is_complete=False)
     assert not job.averagings
@@ -862,7 +767,7 @@ def test_nobody_waits_for_the_mean_of_an_epoch_with_a_worker_that_has_left_it_ea
 
 
 def test_the_first_worker_that_trains_after_an_epochs_mean_waits_for_the_others_as_ever():
-    job = EpochJob(3, size=3).begin()
+    job = Job(3, size=3).begin()
     for worker in range(3):
         job.end_epoch(worker)
     job.averaged(0)
@@ -874,7 +779,7 @@ def test_the_first_worker_that_trains_after_an_epochs_mean_waits_for_the_others_
 
 
 def test_the_mean_of_an_epoch_awaits_workers_that_receive_the_state_meanwhile():
-    job = EpochJob(3)
+    job = Job(3)
     job.averaged(0)
     job.ready(0)
     job.averagings.clear()
@@ -883,7 +788,7 @@ def test_the_mean_of_an_epoch_awaits_workers_that_receive_the_state_meanwhile():
 
 
 def test_the_mean_of_an_epoch_is_repeated_without_a_member_that_is_lost():
-    job = EpochJob(3, size=2).begin()
+    job = Job(3, size=2).begin()
     for worker in range(3):
         job.end_epoch(worker)
     job.lost(2)
@@ -893,7 +798,7 @@ def test_the_mean_of_an_epoch_is_repeated_without_a_member_that_is_lost():
 
 
 def test_models_that_are_equal_already_are_not_averaged_at_the_end():
-    job = EpochJob(2).begin()
+    job = Job(2).begin()
     for worker in (0, 1):
         job.end_epoch(worker)
     job.end_all()
@@ -903,7 +808,7 @@ def test_models_that_are_equal_already_are_not_averaged_at_the_end():
 
 
 def test_a_step_after_the_mean_of_an_epoch_makes_models_differ_even_if_others_have_yet_to_report_it():
-    job = EpochJob(2, overlap=True).begin()
+    job = Job(2, overlap=True).begin()
     for worker in (0, 1):
         job.end_epoch(worker)
     job.averaged(0)
@@ -914,7 +819,7 @@ def test_a_step_after_the_mean_of_an_epoch_makes_models_differ_even_if_others_ha
 
 
 def test_a_worker_that_others_await_at_the_end_of_an_epoch_is_rejected_after_the_deadline():
-    job = EpochJob(2, timeout_s=10.0).begin()
+    job = Job(2, timeout_s=10.0).begin()
     job.end_epoch(0)
     job.now_s = 10.5
     rejected, averaging = job.emit(Tick(now_s=job.now_s))

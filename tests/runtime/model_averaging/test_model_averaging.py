@@ -149,7 +149,13 @@ def diloco_in_one_process(workers, every, fragments):
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_local_steps_with_an_outer_optimizer_equal_those_in_one_process(fragments):
     strategy = DiLoCo(
-        every=4, fragments=fragments, by_pace=False, overlap=False, shards="equal", least=2, global_every=None
+        every=4,
+        fragments=fragments,
+        by_pace=False,
+        overlap=False,
+        shards="equal",
+        quorum=2,
+        global_every=None,
     )
     results = values(run(train_in_double_precision, 2, strategy))
     assert results[0] == results[1]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from offbeat.policies.membership.assembly import Assembly
+from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
-from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
 from offbeat.simulator.core.times import JitteredTimes
@@ -150,7 +150,7 @@ class ForgetsWhoIsBehind(LocalSteps):
         self._groups.outer_step = self.outer_step_of_all
 
     def outer_step_of_all(self, group):
-        step = QuorumRounds.outer_step(self._groups, group)
+        step = LocalRounds.outer_step(self._groups, group)
         return step and replace(step, behind=())
 
 

@@ -5,30 +5,15 @@ It excludes no one: a member that skips a round stays a member.
 
 from __future__ import annotations
 
-import re
 import statistics
 from typing import Any
 
 from offbeat.events import Ready, SkipRound
 from offbeat.policies.membership.current_group import CurrentGroup
+from offbeat.policies.membership.quorum import check_quorum, workers_needed
 from offbeat.policies.membership.worker_table import WorkerTable
 
 GRACE_SHARE = 0.25  # of the members' median compute time
-_ALL_BUT = re.compile(r"n-([1-9][0-9]*)")
-
-
-def check_quorum(size: int | str) -> None:
-    """Check the size of a quorum: a number of workers, or "n-1", "n-2", … of a group of n.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(size, str) and not (_ALL_BUT.fullmatch(size) or size.isdecimal()):
-        raise ValueError(f'expected a quorum such as 6, "n-1" or "n-2", got {size!r}')
-    if not isinstance(size, str) and size < 1:
-        raise ValueError(f"expected a quorum of at least 1 worker, got {size}")
-    if isinstance(size, str) and size.isdecimal():
-        check_quorum(int(size))
 
 
 class RoundQuorum:
@@ -75,10 +60,7 @@ class RoundQuorum:
                 "that join the next round are 2 steps old"
             )
         self._workers, self._group = workers, group
-        all_but = _ALL_BUT.fullmatch(str(size))
-        self._all_but = int(all_but[1]) if all_but else None
-        self._number = 0 if all_but else int(size)
-        self._grace_s, self._staleness_steps_max = grace_s, staleness_steps_max
+        self._size, self._grace_s, self._staleness_steps_max = size, grace_s, staleness_steps_max
         self._compute_s: dict[int, float] = {}  # of each worker's last round
         self._asked: set[int] = set()  # members that were asked to skip the round under way
         self._asked_in = (-1, -1)  # its generation and number
@@ -99,7 +81,7 @@ class RoundQuorum:
             ready: how many members are.
         """
         members, group = self._group.members, self._group
-        if ready >= len(members) or ready < self._needed(len(members)):
+        if not workers_needed(self._size, len(members)) <= ready < len(members):
             return []
         if group.previous_members or group.joining or group.ended_after:
             return []
@@ -125,9 +107,6 @@ class RoundQuorum:
             )
             for member in asked
         ]
-
-    def _needed(self, members: int) -> int:
-        return self._number if self._all_but is None else max(1, members - self._all_but)
 
     def _current_grace_s(self) -> float:
         if self._grace_s is not None:

@@ -299,7 +299,7 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
-        if not self._overlap:
+        if not self._overlap or event.worker not in self._began_s:
             self._began_s[event.worker] = event.now_s
         self._active_s[event.worker] = event.now_s
         if event.has_mean:

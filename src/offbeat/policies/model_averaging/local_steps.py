@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from offbeat.policies.membership.quorum import check_quorum
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
-from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
+from offbeat.policies.model_averaging.local_rounds import LocalRounds
 
 
 class LocalSteps(ModelAveraging):
     """Lets all workers average their models each time that they have made several steps.
 
-    Source: see `QuorumRounds`.
+    Source: see `LocalRounds`.
 
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
-        every, least, grace_s, by_pace, fragments: see `QuorumRounds`.
+        every, quorum, grace_s, by_pace, fragments: see `LocalRounds`.
         shards, overlap, global_every, timeout_s: see `ModelAveraging`.
 
     Raises:
@@ -28,7 +29,7 @@ class LocalSteps(ModelAveraging):
         world: int,
         *,
         every: int,
-        least: int | None = None,
+        quorum: int | str | None = None,
         grace_s: float | None = None,
         by_pace: bool = True,
         fragments: int = 0,
@@ -39,13 +40,13 @@ class LocalSteps(ModelAveraging):
     ) -> None:
         if every < 1:
             raise ValueError(f"expected rounds of at least 1 step, got {every}")
-        if least is not None and least < 1:
-            raise ValueError(f"expected a quorum of at least 1 worker, got {least}")
+        if quorum is not None:
+            check_quorum(quorum)
         if grace_s is not None and not 0 <= grace_s < math.inf:
             raise ValueError(f"expected a finite time of grace of at least 0 s, got {grace_s}")
         if not 0 <= fragments <= every:
             raise ValueError(f"expected from 0 to {every} fragments, one step each at least, got {fragments}")
-        groups = QuorumRounds(every, least, grace_s, by_pace=by_pace, fragments=fragments)
+        groups = LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)
         super().__init__(
             world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
         )

@@ -103,7 +103,7 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
     if policy is LocalSteps:
         return policy, {
             "every": chance.choice([4, 5, 16]),
-            "least": chance.choice([None, 1, 2, 100]),
+            "quorum": chance.choice([None, 1, "n-1", 100]),
             "grace_s": chance.choice([None, 0.0, 2.0]),
             "by_pace": chance.random() < 0.7,
             "fragments": chance.choice([0, 1, 1, 4]),

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, Final
 
 from offbeat.events import OuterStep
+from offbeat.policies.membership.quorum import workers_needed
 from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
 
 _STEPS_KEPT: Final = 9
@@ -18,7 +19,7 @@ _FIRST_STEPS: Final = 5
 _GRACE_SHARE: Final = 0.25
 
 
-class QuorumRounds(ReadyWorkers):
+class LocalRounds(ReadyWorkers):
     """Rounds in which all workers average that are ready when the round closes; see `GroupMaker`.
 
     A worker is ready after `every` steps. With `by_pace` only the fastest one makes that many, and all others
@@ -31,7 +32,7 @@ class QuorumRounds(ReadyWorkers):
     state, and what it has learnt counts in the round after. So each round holds a worker that is not behind,
     unless none is left.
 
-    A round closes when all workers are ready or, where `least` are, after a time of grace. A worker that
+    A round closes when all workers are ready or, where a `quorum` is, after a time of grace. A worker that
     comes later takes part in the next round, with all that it has learnt.
 
     Source: Douillard et al. 2026, "Decoupled DiLoCo", for quorum and grace; Liu et al. 2024, "Asynchronous
@@ -40,7 +41,7 @@ class QuorumRounds(ReadyWorkers):
 
     Args:
         every: steps of the fastest worker in a round, at least 1.
-        least: workers with which a round may close; None for more than half of all.
+        quorum: workers with which a round may close, as `check_quorum`; None for more than half of all.
         grace_s: how long a round stays open from when as many are ready, in seconds; None for a quarter of
             the time that it has taken until then.
         by_pace: slower workers make fewer steps.
@@ -48,14 +49,20 @@ class QuorumRounds(ReadyWorkers):
     """
 
     def __init__(
-        self, every: int, least: int | None, grace_s: float | None, *, by_pace: bool, fragments: int = 0
+        self,
+        every: int,
+        quorum: int | str | None,
+        grace_s: float | None,
+        *,
+        by_pace: bool,
+        fragments: int = 0,
     ) -> None:
         super().__init__()
         self._fragments = fragments
         self._rounds = 0
         self._outer_steps: dict[int, list[int]] = {}  # by worker, for each part the last round with a step
         self._entered: dict[int, tuple[int, int]] = {}  # by worker, round and part of that which it is in
-        self._every, self._least, self._grace_s, self._by_pace = every, least, grace_s, by_pace
+        self._every, self._quorum, self._grace_s, self._by_pace = every, quorum, grace_s, by_pace
         self._began_s: float | None = None  # when the round under way began
         self._step_s: dict[int, deque[float]] = {}  # by worker, the times of its last steps
         self._fastest_s: float | None = None  # the shortest median when the last round closed
@@ -104,10 +111,10 @@ class QuorumRounds(ReadyWorkers):
 
     def _has_quorum(self, ready: list[tuple[int, float]], expected: int, now_s: float) -> bool:
         """Whether the round may close without those that are expected and not ready."""
-        least = min(expected // 2 + 1 if self._least is None else self._least, expected)
-        if len(ready) < least:
+        needed = workers_needed(expected // 2 + 1 if self._quorum is None else self._quorum, expected)
+        if len(ready) < needed:
             return False
-        since_s = ready[least - 1][1]
+        since_s = ready[needed - 1][1]
         began_s = since_s if self._began_s is None else self._began_s
         grace_s = _GRACE_SHARE * (since_s - began_s) if self._grace_s is None else self._grace_s
         return now_s > since_s + grace_s

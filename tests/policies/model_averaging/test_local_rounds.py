@@ -2,16 +2,17 @@
 
 import pytest
 
+from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
-from offbeat.policies.model_averaging.quorum_rounds import QuorumRounds
+from support.averaging_job import Job
 
 
 def accept_any(group, worker):
     return True
 
 
-def rounds(every=10, least=None, grace_s=None, by_pace=True, fragments=0):
-    return QuorumRounds(every, least, grace_s, by_pace=by_pace, fragments=fragments)
+def rounds(every=10, quorum=None, grace_s=None, by_pace=True, fragments=0):
+    return LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)
 
 
 def all_ready(made, ready_s):
@@ -37,7 +38,7 @@ def test_with_a_quorum_a_round_closes_after_a_quarter_of_its_time():
 
 
 def test_the_time_of_grace_begins_when_the_quorum_is_there():
-    made = all_ready(rounds(least=3, grace_s=1.0), {0: 1.0, 1: 2.0})
+    made = all_ready(rounds(quorum=3, grace_s=1.0), {0: 1.0, 1: 2.0})
     assert made.pop_group({0, 1, 2, 3}, 100.0, accept_any) is None
     made.add(2, 100.0)
     assert made.pop_group({0, 1, 2, 3}, 101.0, accept_any) is None
@@ -45,7 +46,7 @@ def test_the_time_of_grace_begins_when_the_quorum_is_there():
 
 
 def test_a_quorum_of_more_workers_than_there_are_is_all_of_them():
-    made = all_ready(rounds(least=9, grace_s=0.0), {0: 1.0})
+    made = all_ready(rounds(quorum=9, grace_s=0.0), {0: 1.0})
     assert made.pop_group({0, 1}, 50.0, accept_any) is None
     made.add(1, 50.0)
     assert made.pop_group({0, 1}, 50.0, accept_any) == (0, 1)
@@ -150,7 +151,7 @@ def test_a_newcomer_is_behind_in_all_parts():
 
 
 def test_a_round_holds_a_worker_that_is_not_behind():
-    made = rounds(least=1, grace_s=0.0, fragments=1)
+    made = rounds(quorum=1, grace_s=0.0, fragments=1)
     outer_round(made, (0, 1))
     made.add(2, 5.0)
     assert made.pop_group({0, 1, 2}, 6.0, accept_any) is None
@@ -183,7 +184,7 @@ def test_a_state_continues_as_the_original_does():
     ("arguments", "message"),
     [
         ({"every": 0}, "expected rounds of at least 1 step"),
-        ({"every": 1, "least": 0}, "expected a quorum of at least 1 worker"),
+        ({"every": 1, "quorum": 0}, "expected a quorum of at least 1 worker"),
         ({"every": 1, "grace_s": -1.0}, "expected a finite time of grace"),
         ({"every": 1, "grace_s": float("inf")}, "expected a finite time of grace"),
         ({"every": 4, "fragments": 5}, "expected from 0 to 4 fragments"),
@@ -192,3 +193,11 @@ def test_a_state_continues_as_the_original_does():
 def test_arguments_out_of_range_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         LocalSteps(2, **arguments)
+
+
+def test_with_overlap_the_first_steps_samples_count_too():
+    job = Job(2, policy=LocalSteps, every=1, overlap=True)
+    job.end_all()
+    job.ready(0, samples=30)
+    job.ready(1, samples=10)
+    assert job.averagings[-1].weights == (0.75, 0.25)
