@@ -24,9 +24,7 @@ from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.data.sets import load_data_set
 from offbeat.events import Block
-from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
-from offbeat.policies.model_averaging.averaging import ModelAveraging
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.runtime.control.environment import Environment
 from offbeat.runtime.training.interface import Strategy
@@ -38,7 +36,8 @@ from offbeat.simulator.training.cluster import SimulatedCluster
 from offbeat.simulator.training.replicas import MomentumProblem, MomentumState
 from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.setting import SimulationSetting
-from offbeat.strategies import DiLoCo, parse_strategy
+from offbeat.strategies import parse_strategy
+from offbeat.strategies.model_averaging import AveragesModels
 from offbeat.strategies.staleness import ServerStrategy
 from offbeat.wire.replay import build_policy
 
@@ -111,8 +110,6 @@ def run(options: MethodsOptions, *, command: str) -> Result:
         strategy = parse_strategy(text)
         if isinstance(strategy, ServerStrategy):
             raise ValueError(f"expected a strategy without parameter servers, got {text!r}")
-        if isinstance(strategy, DiLoCo) and strategy.mixing:
-            raise ValueError(f"expected no mixing, which is not simulated, got {text!r}")
     rows = []
     seeds = range(options.seed, options.seed + options.seeds)
     for name, text in product(names, strategies):
@@ -251,9 +248,9 @@ def _build(strategy: Strategy, setting: MethodSetting, problem: DigitsProblem, s
     def policies() -> list[Policy]:
         return [build_policy(spec.path, dict(spec.arguments)) for spec in specs]
 
-    owns_models = any(isinstance(policy, ModelAveraging) for policy in policies())
     # One epoch that does not end: what an epoch's end costs is not the question here.
-    samples = SampleSetting(epoch_samples=10**9, batch_size=_BATCH_SIZE, epochs=1) if owns_models else None
+    is_assigned = isinstance(strategy, AveragesModels)
+    samples = SampleSetting(epoch_samples=10**9, batch_size=_BATCH_SIZE, epochs=1) if is_assigned else None
     simulated = SimulationSetting(
         world=setting.workers,
         until_s=2 * _LIMIT_S,
@@ -264,26 +261,14 @@ def _build(strategy: Strategy, setting: MethodSetting, problem: DigitsProblem, s
         size_bytes=_PARAMETER_BYTES,
         seed=seed,
     )
-    if owns_models:
+    if isinstance(strategy, AveragesModels):
         return SimulatedModelCluster(
             simulated,
             policies,
-            overlap=getattr(strategy, "overlap", False),
-            has_epoch_means=getattr(strategy, "global_every", None) == "epoch",
             problem=problem,
-            **_outer_arguments(strategy),
+            **strategy.worker_arguments(),
         )
     return SimulatedCluster(simulated, policies, problem=problem, one_by_one=True)
-
-
-def _outer_arguments(strategy: Strategy) -> dict[str, Any]:
-    """Return the simulation's arguments that only DiLoCo has."""
-    if not isinstance(strategy, DiLoCo):
-        return {}
-    optimizer = OuterOptimizer(
-        rate=strategy.outer_rate, momentum=strategy.outer_momentum, momentum_every=strategy.momentum_every
-    )
-    return {"fragments": strategy.fragments, "outer_optimizer": optimizer}
 
 
 def _mean_parameters(cluster: SimulatedCluster) -> Any:

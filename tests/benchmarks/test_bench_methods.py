@@ -93,7 +93,6 @@ def test_training_that_diverges_does_not_arrive():
     [
         (["--setting", "9w"], "unknown setting '9w'"),
         (["--strategy", "ssp"], "without parameter servers"),
-        (["--strategy", "diloco:mixing=0.5"], "expected no mixing"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_with_one_line(arguments, expected, capsys):

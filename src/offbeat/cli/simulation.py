@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from offbeat.simulator.staleness.cluster import SimulatedPsCluster
     from offbeat.simulator.training.cluster import SimulatedCluster
     from offbeat.simulator.training.setting import SimulationSetting
+    from offbeat.strategies.model_averaging import AveragesModels
     from offbeat.wire.log_file import RunRecord
 
 Findings = tuple[dict[str, float], list[dict[str, Any]]]
@@ -150,13 +151,17 @@ def _simulate(options: SimulateOptions) -> Findings:
         if seeds < 1:
             raise ValueError(f"expected at least 1 run, got --seeds {seeds}")
         if use is not None:
-            train = partial(_run_seed_on_servers, strategy, *use)
+            train: Callable[[int], dict[str, int]] = partial(_run_seed_on_servers, strategy, *use)
+        elif _averaging(strategy) is not None:
+            train = _run_seed_of_models
         else:
             train = partial(_run_seed, is_lockstep=_is_lockstep(_policies(strategy, workers)()))
         return _campaign(_run_ps_trial if is_ps else train, options.seed, seeds), []
     if is_ps:
         raise ValueError("expected --seeds N: how many trials of the parameter server to run")
     setting = options.setting()
+    if (averaging := _averaging(strategy)) is not None:
+        return _run_averaging(setting, _policies(strategy, workers), averaging, strategy)
     if use is None:
         return _run_training(setting, _policies(strategy, workers), strategy)
     return _run_on_servers(setting, _policies(strategy, workers), strategy, *use)
@@ -191,6 +196,15 @@ def _server_use(strategy: str) -> tuple[PsOptions, dict[str, Any]] | None:
 
     parsed = parse_strategy(strategy)
     return (parsed.ps_options(), parsed.staleness_arguments()) if isinstance(parsed, ServerStrategy) else None
+
+
+def _averaging(strategy: str) -> AveragesModels | None:
+    """Return the strategy if its workers own their models."""
+    from offbeat.strategies import parse_strategy
+    from offbeat.strategies.model_averaging import AveragesModels
+
+    parsed = parse_strategy(strategy)
+    return parsed if isinstance(parsed, AveragesModels) else None
 
 
 def _times(compute: str) -> ComputeTimes:
@@ -229,6 +243,30 @@ def _run_training(
     ]
     if cluster.stopped is not None:
         rows.append({"time_s": cluster.engine.now_s, "reason": f"stopped: {cluster.stopped.reason[:200]}"})
+    return figures, rows
+
+
+def _run_averaging(
+    setting: SimulationSetting, build: Callable[[], Sequence[Policy]], strategy: AveragesModels, what: str
+) -> Findings:
+    """Simulate workers that own their models; samples are assigned as they are needed."""
+    from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
+
+    steps = setting.steps
+    cluster = SimulatedModelCluster(_with_assigned_samples(setting), build, **strategy.worker_arguments())
+    begin_s = time.process_time()
+    _run_with_progress(cluster, what, steps)
+    taken = {worker: simulated.steps_taken for worker, simulated in sorted(cluster.workers.items())}
+    figures = {
+        "simulated_s": cluster.progress_s,
+        "steps_count": float(sum(taken.values())),
+        "averagings_count": float(len(cluster.averagings)),
+        "mean_group_workers": sum(len(one.members) for one in cluster.averagings) / len(cluster.averagings),
+        "cpu_s": time.process_time() - begin_s,
+    }
+    rows: list[dict[str, Any]] = [{"worker": worker, "steps": count} for worker, count in taken.items()]
+    if cluster.stopped is not None:
+        rows.append({"reason": f"stopped: {cluster.stopped.reason[:200]}"})
     return figures, rows
 
 
@@ -331,6 +369,13 @@ def _run_seed(seed: int, *, is_lockstep: bool) -> dict[str, int]:
     cluster = campaign.run_lockstep(seed) if is_lockstep else campaign.run_case(seed)
     steps = max(worker.membership.step for worker in cluster.workers.values())
     return {"faults_count": len(cluster.setting.faults), "steps": steps}
+
+
+def _run_seed_of_models(seed: int) -> dict[str, int]:
+    from offbeat.simulator.model_averaging import campaign
+
+    cluster = campaign.run_case(seed)
+    return {"faults_count": len(cluster.setting.faults), "steps": cluster.step}
 
 
 def _run_seed_on_servers(

@@ -23,7 +23,7 @@ from offbeat.strategies.base import assembly_spec, check_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AveragesModels:
+class AveragesModels:
     """What all strategies have whose workers own their models; the policy gets their arguments."""
 
     survives_worker_loss: ClassVar[bool] = True
@@ -59,23 +59,21 @@ class _AveragesModels:
         return ModelAveragingSynchronizer(
             loop,
             trained,
-            overlap=self.overlap,
-            has_epoch_means=self.global_every == "epoch",
             timeout_s=self.timeout_s,
             assigns_samples=self.shards == "dynamic",
-            **self._synchronizer_arguments(),
+            **self.worker_arguments(),
         )
 
-    def _synchronizer_arguments(self) -> dict[str, Any]:
-        """Arguments of the synchronizer that only some of these strategies have."""
-        return {}
+    def worker_arguments(self) -> dict[str, Any]:
+        """Return what a worker has to know beside its actions: in a job, and simulated."""
+        return {"overlap": self.overlap, "has_epoch_means": self.global_every == "epoch"}
 
     def _policy_arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PReduce(_AveragesModels):
+class PReduce(AveragesModels):
     """Partial reduce: the first P workers that have ended a step average their models.
 
     A worker steps its own model with the gradients of its own batch, so a learning rate is that of one
@@ -123,7 +121,7 @@ class PReduce(_AveragesModels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ADPSGD(_AveragesModels):
+class ADPSGD(AveragesModels):
     """AD-PSGD: pairs of neighbours on a graph average their models, while all train on.
 
     All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
@@ -150,7 +148,7 @@ class ADPSGD(_AveragesModels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prague(_AveragesModels):
+class Prague(AveragesModels):
     """Prague: groups that are decided ahead average their models, while all train on.
 
     All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
@@ -183,7 +181,7 @@ class Prague(_AveragesModels):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGD(_AveragesModels):
+class LocalSGD(AveragesModels):
     """Local SGD: workers make several steps each, and then all average their models.
 
     The fastest worker makes `every` steps between two averagings, and a slower one as many as it can in the
@@ -275,8 +273,10 @@ class DiLoCo(LocalSGD):
             rate=self.outer_rate, momentum=self.outer_momentum, momentum_every=self.momentum_every
         )
 
-    def _synchronizer_arguments(self) -> dict[str, Any]:
+    def worker_arguments(self) -> dict[str, Any]:
+        """See `AveragesModels.worker_arguments`."""
         return {
+            **super().worker_arguments(),
             "outer_optimizer": self._outer_optimizer(),
             "fragments": self.fragments,
             "mixing": self.mixing,

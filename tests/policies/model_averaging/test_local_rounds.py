@@ -24,32 +24,40 @@ def all_ready(made, ready_s):
     return made
 
 
+def begin_round(made, group):
+    """A round of these workers, of those that there are: its weights and its outer step."""
+    for worker in group:
+        made.add(worker, 100.0)
+    assert made.pop_group(frozenset(group), 100.0, accept_any) == group
+    return made.weights(group), made.outer_step(group)
+
+
 def test_a_round_closes_when_all_workers_are_ready():
     made = all_ready(rounds(), {0: 4.0, 1: 4.0})
-    assert made.pop_group({0, 1, 2}, 4.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1, 2}), 4.0, accept_any) is None
     made.add(2, 4.5)
-    assert made.pop_group({0, 1, 2}, 4.5, accept_any) == (0, 1, 2)
+    assert made.pop_group(frozenset({0, 1, 2}), 4.5, accept_any) == (0, 1, 2)
 
 
 def test_with_a_quorum_a_round_closes_after_a_quarter_of_its_time():
     made = all_ready(rounds(), {0: 4.0, 1: 8.0})
-    assert made.pop_group({0, 1, 2}, 10.0, accept_any) is None
-    assert made.pop_group({0, 1, 2}, 10.1, accept_any) == (0, 1)
+    assert made.pop_group(frozenset({0, 1, 2}), 10.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1, 2}), 10.1, accept_any) == (0, 1)
 
 
 def test_the_time_of_grace_begins_when_the_quorum_is_there():
     made = all_ready(rounds(quorum=3, grace_s=1.0), {0: 1.0, 1: 2.0})
-    assert made.pop_group({0, 1, 2, 3}, 100.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1, 2, 3}), 100.0, accept_any) is None
     made.add(2, 100.0)
-    assert made.pop_group({0, 1, 2, 3}, 101.0, accept_any) is None
-    assert made.pop_group({0, 1, 2, 3}, 101.1, accept_any) == (0, 1, 2)
+    assert made.pop_group(frozenset({0, 1, 2, 3}), 101.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1, 2, 3}), 101.1, accept_any) == (0, 1, 2)
 
 
 def test_a_quorum_of_more_workers_than_there_are_is_all_of_them():
     made = all_ready(rounds(quorum=9, grace_s=0.0), {0: 1.0})
-    assert made.pop_group({0, 1}, 50.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1}), 50.0, accept_any) is None
     made.add(1, 50.0)
-    assert made.pop_group({0, 1}, 50.0, accept_any) == (0, 1)
+    assert made.pop_group(frozenset({0, 1}), 50.0, accept_any) == (0, 1)
 
 
 def test_workers_that_cannot_meet_are_in_different_rounds():
@@ -58,7 +66,7 @@ def test_workers_that_cannot_meet_are_in_different_rounds():
     def can_meet(group, worker):
         return not {0, 2} <= {*group, worker}
 
-    assert made.pop_group({0, 1, 2}, 1.0, can_meet) == (0, 1)
+    assert made.pop_group(frozenset({0, 1, 2}), 1.0, can_meet) == (0, 1)
     assert made.pop_first(can_meet) == (2,)
 
 
@@ -67,7 +75,7 @@ def test_a_slow_worker_makes_as_many_steps_as_it_can_in_the_time_of_the_fastest(
     for worker, step_s in {0: 1.0, 1: 2.0, 2: 5.0, 3: 1000.0}.items():
         for number in range(5):
             made.observe_step(worker, number * step_s, samples=1, step_s=step_s)
-    made.weights((0, 1, 2, 3))
+    begin_round(made, (0, 1, 2, 3))
     assert [made.steps(worker) for worker in range(4)] == [100, 50, 20, 1]
 
 
@@ -76,7 +84,7 @@ def test_a_pause_between_two_steps_does_not_count_for_a_workers_pace():
     for worker in (0, 1):
         for step_s in (1.0, 1.0, 1.0, 50.0 if worker else 1.0, 1.0):
             made.observe_step(worker, 0.0, samples=1, step_s=step_s)
-    made.weights((0, 1))
+    begin_round(made, (0, 1))
     assert made.steps(1) == 100
 
 
@@ -90,12 +98,12 @@ def test_models_are_weighted_by_the_samples_since_their_last_round():
     made = rounds()
     for worker, samples in {0: 30, 1: 10}.items():
         made.observe_step(worker, 1.0, samples=samples, step_s=1.0)
-    assert made.weights((0, 1)) == (0.75, 0.25)
+    assert begin_round(made, (0, 1))[0] == (0.75, 0.25)
     made.observe_step(0, 2.0, samples=5, step_s=1.0)  # while it is averaged
     made.end_averaging(0, has_mean=True)
     made.end_averaging(1, has_mean=False)
     made.observe_step(1, 3.0, samples=5, step_s=1.0)
-    assert made.weights((0, 1)) == (0.25, 0.75)
+    assert begin_round(made, (0, 1))[0] == (0.25, 0.75)
 
 
 # The outer optimizer ---------------------------------------------------------------------------------------
@@ -105,7 +113,7 @@ def outer_round(made, group, *, failed=()):
     """A round of these workers: its weights and its outer step."""
     for worker in group:
         made.observe_step(worker, 1.0, samples=10, step_s=1.0)
-    weights, step = made.weights(group), made.outer_step(group)
+    weights, step = begin_round(made, group)
     for worker in group:
         made.end_averaging(worker, has_mean=worker not in failed)
     return weights, step
@@ -154,9 +162,59 @@ def test_a_round_holds_a_worker_that_is_not_behind():
     made = rounds(quorum=1, grace_s=0.0, fragments=1)
     outer_round(made, (0, 1))
     made.add(2, 5.0)
-    assert made.pop_group({0, 1, 2}, 6.0, accept_any) is None
+    assert made.pop_group(frozenset({0, 1, 2}), 6.0, accept_any) is None
     made.add(1, 7.0)
-    assert made.pop_group({0, 1, 2}, 7.0, accept_any) == (1, 2)
+    assert made.pop_group(frozenset({0, 1, 2}), 7.1, accept_any) == (1, 2)
+    assert made.outer_step((1, 2)).behind == (2,)
+
+
+def test_a_worker_that_trains_while_others_wait_for_the_mean_of_an_epoch_makes_no_outer_step_alone():
+    made = rounds(fragments=1)
+    for worker in range(3):
+        made.on_joined(worker, "")
+    made.observe_step(2, 5.0, samples=10, step_s=1.0)
+    made.add(2, 5.0)
+    assert made.pop_group(frozenset({2}), 5.0, accept_any) == (2,)
+    assert (made.weights((2,)), made.outer_step((2,))) == ((1.0,), None)
+    made.end_averaging(2, has_mean=True)
+    for worker in (0, 1):
+        made.observe_step(worker, 6.0, samples=10, step_s=1.0)
+    weights, step = begin_round(made, (0, 1, 2))
+    assert step.behind == ()
+    assert weights == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+
+
+def test_a_round_begins_with_a_worker_that_is_not_behind_though_another_was_ready_first():
+    made = rounds(quorum=1, grace_s=0.0, fragments=1)
+    outer_round(made, (0, 1))
+    for worker, ready_s in {2: 5.0, 0: 6.0, 1: 7.0}.items():
+        made.add(worker, ready_s)
+
+    def cannot_meet_2(group, worker):
+        return len({2}.intersection((*group, worker))) == 0 or not {0, 1}.intersection((*group, worker))
+
+    assert made.pop_group(frozenset({0, 1, 2}), 7.0, cannot_meet_2) == (0, 1)
+
+
+def test_after_a_mean_of_all_models_its_members_have_the_newest_anchor_and_no_samples_left():
+    made = rounds(fragments=1)
+    outer_round(made, (0, 1, 2))
+    for worker in (0, 1, 2):
+        made.observe_step(worker, 5.0, samples=10 * (1 + worker), step_s=1.0)
+    made.begin_mean_of_all((0, 1, 2))
+    for worker in (0, 1, 2):
+        made.end_averaging(worker, has_mean=worker != 2)
+    weights, step = outer_round(made, (0, 1, 2))
+    assert (weights, step.behind) == ((0.5, 0.5, 0.0), (2,))
+
+
+def test_a_worker_that_was_behind_before_a_mean_of_all_models_is_behind_after_it():
+    made = rounds(fragments=1)
+    outer_round(made, (0, 1))
+    made.begin_mean_of_all((0, 1, 2))
+    for worker in (0, 1, 2):
+        made.end_averaging(worker, has_mean=True)
+    assert outer_round(made, (0, 1, 2))[1].behind == (2,)
 
 
 def test_where_no_worker_is_left_that_has_made_the_last_step_the_next_newest_goes_on():
@@ -165,18 +223,19 @@ def test_where_no_worker_is_left_that_has_made_the_last_step_the_next_newest_goe
     made.discard(0)
     made.discard(1)
     made.add(2, 5.0)
-    assert made.pop_group({2}, 5.0, accept_any) == (2,)
+    assert made.pop_group(frozenset({2}), 5.0, accept_any) == (2,)
     assert outer_round(made, (2,))[1].behind == ()
 
 
 def test_a_state_continues_as_the_original_does():
-    made = all_ready(rounds(fragments=2), {0: 4.0, 1: 8.0})
-    made.weights((0, 1))
-    made.outer_step((0, 1))
+    made = rounds(fragments=2)
+    outer_round(made, (0, 1))
+    made.begin_mean_of_all((0, 1))
+    all_ready(made, {0: 4.0, 1: 8.0})
     copy = rounds(fragments=2)
     copy.load_state_dict(made.state_dict())
     assert copy.state_dict() == made.state_dict()
-    assert copy.pop_group({0, 1, 2}, 10.1, accept_any) == (0, 1)
+    assert copy.pop_group(frozenset({0, 1, 2}), 10.1, accept_any) == (0, 1)
     assert copy.steps(0) == made.steps(0)
 
 
@@ -187,6 +246,7 @@ def test_a_state_continues_as_the_original_does():
         ({"every": 1, "quorum": 0}, "expected a quorum of at least 1 worker"),
         ({"every": 1, "grace_s": -1.0}, "expected a finite time of grace"),
         ({"every": 1, "grace_s": float("inf")}, "expected a finite time of grace"),
+        ({"every": 4, "global_every": 3}, "expected global_every to be epoch or None"),
         ({"every": 4, "fragments": 5}, "expected from 0 to 4 fragments"),
     ],
 )

@@ -828,6 +828,49 @@ def test_a_worker_that_others_await_at_the_end_of_an_epoch_is_rejected_after_the
     assert averaging.members == (0,)
 
 
+def test_a_worker_that_a_newcomer_awaits_is_rejected_after_the_deadline():
+    job = Job(2, timeout_s=10.0).begin()
+    job.join(2, 2)
+    job.now_s = 5.0
+    assert members(job.ready(0)) == []
+    job.now_s = 12.0
+    rejected, averaging = job.emit(Tick(now_s=job.now_s))
+    assert (rejected.peer, averaging.members, averaging.joining) == ("worker-1", (0, 2), (2,))
+
+
+def test_a_member_of_an_epochs_mean_is_not_late_though_it_has_waited_long_for_the_others():
+    job = Job(3, timeout_s=10.0, overlap=True).begin()
+    job.finished(2)
+    job.end_epoch(0)
+    job.now_s = 9.0
+    job.ready(1)
+    job.end_all()
+    job.now_s = 12.0
+    assert members(job.end_epoch(1)) == [(0, 1)]
+    assert job.emit(Tick(now_s=12.5)) == []
+
+
+def test_a_silent_worker_that_waits_for_an_earlier_epochs_mean_keeps_nobody_waiting():
+    job = Job(3).begin()
+    job.end_epoch(2, epoch=0)
+    job.emit(PeerUnreachable(now_s=0.0, worker=None, peer=2, cause="silent"))
+    for worker in (0, 1):
+        job.ready(worker, epoch=1)
+    job.end_all()
+    job.end_epoch(0, epoch=1)
+    assert members(job.end_epoch(1, epoch=1)) == [(0, 1)]
+
+
+def test_a_worker_that_has_left_an_epoch_early_is_in_no_group_before_its_next_step():
+    job = Job(3, size=2).begin()
+    job.end_epoch(0, is_complete=False)
+    job.end_epoch(1, is_complete=False)
+    assert members(job.ready(2)) == [(2,)]
+    job.end_all()
+    job.ready(0, epoch=1)
+    assert members(job.ready(2)) == [(0, 2)]
+
+
 def test_after_a_number_of_steps_a_group_holds_all_workers():
     job = Job(4, size=2, window=0, global_every=2).begin()
     for training in ((0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (0, 1, 2, 3)):

@@ -73,14 +73,16 @@ class WaitsForResting(PartialReduce):
 
 
 class ForgetsBusy(PartialReduce):
-    def _begin_averaging(self, group, joining, reason, *, is_final=False):
+    def _begin_averaging(self, group, joining, reason, **options):
         busy = sorted(self._exchange_of.keys() - set(group))[:1]
-        return super()._begin_averaging([*group, *busy], joining, reason, is_final=is_final)
+        if options.get("weights"):
+            options["weights"] = (1 / len([*group, *busy]),) * len([*group, *busy])
+        return super()._begin_averaging([*group, *busy], joining, reason, **options)
 
 
 class EndsEarly(PartialReduce):
     def _complete(self):
-        self._has_final_model = True
+        self._equal = {*self._roster.present}
         return super()._complete()
 
 

@@ -78,9 +78,9 @@ from offbeat.policies.model_averaging.epoch_means import EpochMeans
 from offbeat.policies.model_averaging.group_maker import GroupMaker
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
 
-# For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
 GlobalEvery: TypeAlias = Literal["epoch"] | int | None
 
+# For the assigner, which counts steps by clocks: here a state that is saved holds all steps reported before.
 _REPORTED: Final = -1
 _LATEST: Final = 2**62
 
@@ -162,6 +162,7 @@ class ModelAveraging:
         self._steps_since_mean = 0  # of all workers, since all have averaged
         self._last_common: int | None = None  # the last averaging after which all have the same model
         self._equal: set[int] = set()  # its members that have, and have made no step since
+        self._without_state_since_s: float | None = None
         self._is_over = False
         self._expected: frozenset[int] = frozenset()  # see `_update_expected`; derived from the rest
         self._expected_parts: tuple[Set[int], ...] = ()
@@ -199,7 +200,12 @@ class ModelAveraging:
                 actions = self._reject_late(event.now_s)
             case _:
                 return []
-        return [*actions, *self._proceed(event.now_s)]
+        actions += self._proceed(event.now_s)
+        if not self._roster.without_state:
+            self._without_state_since_s = None
+        elif self._without_state_since_s is None:
+            self._without_state_since_s = event.now_s
+        return actions
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""
@@ -221,6 +227,7 @@ class ModelAveraging:
             "epoch_means": self._epoch_means.state_dict(),
             "steps_since_mean": self._steps_since_mean,
             "last_common": self._last_common,
+            "without_state_since_s": self._without_state_since_s,
             "equal": sorted(self._equal),
             "is_over": self._is_over,
         }
@@ -251,7 +258,7 @@ class ModelAveraging:
         self._epoch_means.load_state_dict(state["epoch_means"])
         self._steps_since_mean = state["steps_since_mean"]
         self._last_common, self._equal = state["last_common"], set(state["equal"])
-        self._is_over = state["is_over"]
+        self._without_state_since_s, self._is_over = state["without_state_since_s"], state["is_over"]
 
     # Events ----------------------------------------------------------------------------------------------
 
@@ -299,7 +306,7 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
-        if not self._overlap or event.worker not in self._began_s:
+        if not self._overlap or averaging.is_common or event.worker not in self._began_s:
             self._began_s[event.worker] = event.now_s
         self._active_s[event.worker] = event.now_s
         if event.has_mean:
@@ -311,6 +318,7 @@ class ModelAveraging:
             self._roster.on_state_received(event.worker)
         else:
             self._forget_common(event.exchange_id)
+            self._steps_left.pop(event.worker, None)
             if averaging.is_common and event.worker in self._roster.training:
                 self._epoch_means.wait_again(event.worker, event.now_s)
         if not averaging.pending:
@@ -398,17 +406,21 @@ class ModelAveraging:
     def _late_workers(self, now_s: float) -> list[int]:
         """Return the workers that have ended no step for longer than the deadline, while others waited.
 
-        Others wait where they are ready for a group, have used up the epoch, or have finished.
+        Others wait where they are ready for a group, have used up the epoch or finished, or lack the state.
         """
         began_s = (
             self._groups.waiting_since_s,
             self._epoch_means.waiting_since_s,
             min(self._finished_s.values(), default=None),
+            self._without_state_since_s,
         )
         since_s = [one for one in began_s if one is not None]
         if not since_s:
             return []
         waiting = self._resting | self._reachability.silent_workers | self._epoch_means.waiting.keys()
+        for averaging in self._averagings.values():
+            if averaging.is_common:
+                waiting = waiting | averaging.pending
         if not self._overlap:
             waiting = waiting | self._groups.ready | self._exchange_of.keys()
         return [
@@ -477,8 +489,7 @@ class ModelAveraging:
         if any(averaging.is_common for averaging in self._averagings.values()):
             return []  # its members wait again if it fails
         silent = self._reachability.silent_workers
-        awaited = (self._roster.training | self._receiving) - silent
-        due = [worker for worker in self._epoch_means.due(awaited) if worker not in silent]
+        due = self._epoch_means.due(self._roster.training | self._receiving, silent)
         if not self._exchange_of.keys().isdisjoint(due):
             return []
         actions: list[Action] = []
@@ -520,7 +531,7 @@ class ModelAveraging:
     def _update_expected(self) -> frozenset[int]:
         """Return the workers that are ready or will be: the same object until they change."""
         resting, silent = self._resting, self._reachability.silent_workers
-        waiting = self._epoch_means.waiting.keys()
+        waiting = self._epoch_means.waiting.keys() | self._epoch_means.absent
         if not (resting or silent or waiting or self._roster.without_state):
             return self._roster.training
         receiving = self._receiving
@@ -594,6 +605,7 @@ class ModelAveraging:
         )
         self._exchange_of |= dict.fromkeys(members, exchange_id)
         if is_common:
+            self._groups.begin_mean_of_all(group)
             self._last_common, self._equal = exchange_id, set()
         leader = self._roster.leader
         assert leader is not None

@@ -15,11 +15,13 @@ class EpochMeans:
     Attributes:
         waiting: by worker, the epoch that it has used up.
         waiting_since_s: when the first of them began to wait; None if none waits.
+        absent: workers that have left an epoch early, and made no step since.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, int] = {}
         self.waiting_since_s: float | None = None
+        self.absent: set[int] = set()
         self._left: dict[int, int] = {}  # by worker, the last epoch that it has left
 
     def end_epoch(self, worker: int, epoch: int, now_s: float, *, is_complete: bool) -> None:
@@ -27,6 +29,8 @@ class EpochMeans:
         self._left[worker] = max(epoch, self._left.get(worker, epoch))
         if is_complete:
             self.wait_again(worker, now_s)
+        else:
+            self.absent.add(worker)
 
     def wait_again(self, worker: int, now_s: float) -> None:
         """Note that a worker waits for the mean of the last epoch that it has left."""
@@ -36,20 +40,23 @@ class EpochMeans:
 
     def observe_step(self, worker: int, epoch: int) -> None:
         """Note that a worker has made a step in an epoch."""
+        self.absent.discard(worker)
         self._left[worker] = max(epoch - 1, self._left.get(worker, epoch - 1))
 
-    def due(self, training: Set[int]) -> list[int]:
+    def due(self, training: Set[int], silent: Set[int]) -> list[int]:
         """Return the workers that wait for the mean of the earliest epoch, ascending; none if others come.
 
         Args:
             training: the workers that may still end it.
+            silent: of all, those that cannot take part now, and keep nobody waiting.
         """
-        if not self.waiting:
+        waiting = {worker: epoch for worker, epoch in self.waiting.items() if worker not in silent}
+        if not waiting:
             return []
-        epoch = min(self.waiting.values())
-        if any(self._left.get(worker, -1) < epoch for worker in training):
+        first = min(waiting.values())
+        if any(self._left.get(worker, -1) < first for worker in training - silent):
             return []
-        return sorted(worker for worker, waiting_epoch in self.waiting.items() if waiting_epoch == epoch)
+        return sorted(worker for worker, epoch in waiting.items() if epoch == first)
 
     def release(self, worker: int) -> None:
         """Note that a worker waits no longer: the mean is under way, or the worker is gone."""
@@ -59,6 +66,7 @@ class EpochMeans:
     def forget(self, worker: int) -> None:
         """Remove a worker that has finished or is gone."""
         self.release(worker)
+        self.absent.discard(worker)
         self._left.pop(worker, None)
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,10 +74,11 @@ class EpochMeans:
         return {
             "waiting": [list(entry) for entry in self.waiting.items()],
             "waiting_since_s": self.waiting_since_s,
+            "absent": sorted(self.absent),
             "left": [list(entry) for entry in self._left.items()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
         self.waiting, self.waiting_since_s = dict(state["waiting"]), state["waiting_since_s"]
-        self._left = dict(state["left"])
+        self.absent, self._left = set(state["absent"]), dict(state["left"])

@@ -39,8 +39,11 @@ class GroupMaker(Protocol):
     def add(self, worker: int, now_s: float) -> None:
         """Add a worker that is ready."""
 
+    def begin_mean_of_all(self, workers: Iterable[int]) -> None:
+        """Note that all models are averaged on these workers, buffers included, as after an epoch."""
+
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
-        """Note the end of an averaging of one of these groups, for a worker."""
+        """Note the end of an averaging, for a worker."""
 
     def discard(self, worker: int) -> None:
         """Remove a worker, if it is there."""
@@ -122,6 +125,9 @@ class ReadyWorkers:
         if worker not in self._arrivals:
             self._arrivals[worker] = self._next_arrival
             self._next_arrival += 1
+
+    def begin_mean_of_all(self, workers: Iterable[int]) -> None:
+        """See `GroupMaker.begin_mean_of_all`."""
 
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
         """See `GroupMaker.end_averaging`."""

@@ -26,14 +26,16 @@ class LocalRounds(ReadyWorkers):
     as many as they can in the same time, so that all are ready together; a worker whose pace is not known yet
     makes 5 at most. A model's weight is the number of samples that it has learnt from since its last round.
 
+    A round closes when all workers that are expected are ready or, after a time of grace, when a `quorum` of
+    all workers is. A worker that comes later takes part in the next round, with all that it has learnt. Where
+    fewer workers than a quorum are left to come, because the others wait for the mean after an epoch, each
+    goes on alone.
+
     With `fragments`, each round is of one of so many parts of the parameters in turn, after `every` /
     `fragments` steps, and an outer optimizer's step of that part follows on each worker. A worker that has
     missed a step of a part is *behind*: in the next round of that part it only receives the outer optimizer's
-    state, and what it has learnt counts in the round after. So each round holds a worker that is not behind,
-    unless none is left.
-
-    A round closes when all workers are ready or, where a `quorum` is, after a time of grace. A worker that
-    comes later takes part in the next round, with all that it has learnt.
+    state, and what it has learnt counts in the round after. Each round holds a worker that is not behind, as
+    long as there is one.
 
     Source: Douillard et al. 2026, "Decoupled DiLoCo", for quorum and grace; Liu et al. 2024, "Asynchronous
     local-SGD training for language modeling", for steps by pace (dynamic local updates). Deviations: models
@@ -59,9 +61,13 @@ class LocalRounds(ReadyWorkers):
     ) -> None:
         super().__init__()
         self._fragments = fragments
+        self._workers: set[int] = set()  # that have not finished
         self._rounds = 0
-        self._outer_steps: dict[int, list[int]] = {}  # by worker, for each part the last round with a step
-        self._entered: dict[int, tuple[int, int]] = {}  # by worker, round and part of that which it is in
+        self._behind: tuple[int, ...] | None = None  # in the group removed last; None if that is no round
+        self._version = 0  # of anchors: ascends with each round, and with each mean of all models
+        self._versions: dict[int, list[int]] = {}  # by worker, for each part
+        # By worker in an averaging, the version that it will have, and of which parts:
+        self._next_versions: dict[int, tuple[int, list[int]]] = {}
         self._every, self._quorum, self._grace_s, self._by_pace = every, quorum, grace_s, by_pace
         self._began_s: float | None = None  # when the round under way began
         self._step_s: dict[int, deque[float]] = {}  # by worker, the times of its last steps
@@ -76,45 +82,72 @@ class LocalRounds(ReadyWorkers):
         self._step_s.setdefault(worker, deque(maxlen=_STEPS_KEPT)).append(step_s)
         self._samples[worker] = self._samples.get(worker, 0) + max(1, samples)
 
+    def on_joined(self, worker: int, host: str) -> None:
+        """See `GroupMaker.on_joined`."""
+        self._workers.add(worker)
+
+    def begin_mean_of_all(self, workers: Iterable[int]) -> None:
+        """See `GroupMaker.begin_mean_of_all`: it becomes their anchor, and no samples are left."""
+        self._version += 1
+        self._began_s = None
+        members = set(workers)
+        newest = [self._newest(members, part) for part in range(self._fragments)]
+        for worker in members:
+            parts = [part for part, found in enumerate(newest) if worker in found]
+            self._next_versions[worker] = (self._version, parts)
+            self._contributed[worker] = self._samples.get(worker, 0)
+
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
         """See `GroupMaker.end_averaging`."""
         contributed = self._contributed.pop(worker, 0)
-        entered = self._entered.pop(worker, None)
-        if has_mean and entered is not None:
-            round_, fragment = entered
-            self._steps_of(worker)[fragment] = round_
-        if has_mean:
-            self._samples[worker] = self._samples.get(worker, 0) - contributed
+        version, parts = self._next_versions.pop(worker, (0, []))
+        if not has_mean:
+            return
+        for part in parts:
+            self._versions_of(worker)[part] = version
+        self._samples[worker] = self._samples.get(worker, 0) - contributed
 
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         super().discard(worker)
+        self._workers.discard(worker)
         self._step_s.pop(worker, None)
         self._samples.pop(worker, None)
         self._contributed.pop(worker, None)
-        self._outer_steps.pop(worker, None)
-        self._entered.pop(worker, None)
+        self._versions.pop(worker, None)
+        self._next_versions.pop(worker, None)
 
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: all that are ready, once the round closes."""
-        ready = [(worker, ready_s) for worker, ready_s in self._ready_s.items() if worker in expected]
-        if not ready or (len(ready) < len(expected) and not self._has_quorum(ready, len(expected), now_s)):
+        ready = [worker for worker in self._ready_s if worker in expected]
+        workers = self._workers | expected
+        needed = workers_needed(len(workers) // 2 + 1 if self._quorum is None else self._quorum, len(workers))
+        if ready and len(expected) < needed:
+            return self._release(ready, can_meet)
+        if len(ready) < needed:
             return None
-        if self._fragments and not self._newest(expected).intersection(self._ready_s):
+        if len(ready) < len(expected) and not self._is_grace_over(ready[needed - 1], now_s):
+            return None
+        newest = self._newest(workers, self._rounds % max(1, self._fragments))
+        group = self._meeting(sorted(ready, key=lambda worker: worker not in newest), can_meet)
+        if len(group) < needed or newest.isdisjoint(group):
             return None
         self._began_s = now_s
-        return self.take(self._meeting((worker for worker, _ in ready), can_meet))
+        self._behind = tuple(worker for worker in sorted(group) if worker not in newest)
+        return self.take(group)
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
-        """See `GroupMaker.pop_first`: with all others that it can meet."""
-        return self.take(self._meeting(self._ready_s, can_meet))
+        """See `GroupMaker.pop_first`: alone, and without an outer step."""
+        return self._release(self._ready_s, can_meet)
 
-    def _has_quorum(self, ready: list[tuple[int, float]], expected: int, now_s: float) -> bool:
-        """Whether the round may close without those that are expected and not ready."""
-        needed = workers_needed(expected // 2 + 1 if self._quorum is None else self._quorum, expected)
-        if len(ready) < needed:
-            return False
-        since_s = ready[needed - 1][1]
+    def _release(self, ready: Iterable[int], can_meet: CanMeet) -> tuple[int, ...]:
+        """Let the first worker that is ready go on alone."""
+        self._behind = None
+        return self.take([next(worker for worker in ready if can_meet((), worker))])
+
+    def _is_grace_over(self, last: int, now_s: float) -> bool:
+        """Whether the round closes without those that are not ready; `last` made up the quorum."""
+        since_s = self._ready_s[last]
         began_s = since_s if self._began_s is None else self._began_s
         grace_s = _GRACE_SHARE * (since_s - began_s) if self._grace_s is None else self._grace_s
         return now_s > since_s + grace_s
@@ -128,45 +161,45 @@ class LocalRounds(ReadyWorkers):
 
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """See `GroupMaker.weights`: by samples."""
-        newest = self._newest(group)
-        samples = {worker: self._samples.get(worker, 0) if worker in newest else 0 for worker in group}
+        if self._behind is None:
+            return super().weights(group)
+        samples = {worker: self._samples.get(worker, 0) for worker in group if worker not in self._behind}
         self._contributed |= samples
-        times_s = [median(times_s) for times_s in self._step_s.values()]
-        self._fastest_s = min(times_s, default=None)
+        self._fastest_s = min((median(times_s) for times_s in self._step_s.values()), default=None)
         total = sum(samples.values())
         if not total:
-            samples, total = dict.fromkeys(newest, 1), len(newest)
+            samples, total = dict.fromkeys(samples, 1), len(samples)
         return tuple(samples.get(worker, 0) / total for worker in group)
 
     def outer_step(self, group: tuple[int, ...]) -> OuterStep | None:
         """See `GroupMaker.outer_step`."""
-        if not self._fragments:
+        if not self._fragments or self._behind is None:
             return None
-        newest = self._newest(group)
-        number, fragment = divmod(self._rounds, self._fragments)
+        number, part = divmod(self._rounds, self._fragments)
         self._rounds += 1
-        self._entered |= dict.fromkeys(group, (self._rounds, fragment))
-        behind = tuple(worker for worker in group if worker not in newest)
-        return OuterStep(fragment=fragment, number=number, behind=behind)
+        self._version += 1
+        self._next_versions |= {worker: (self._version, [part]) for worker in group}
+        return OuterStep(fragment=part, number=number, behind=self._behind)
 
     def add_newcomer(self, worker: int) -> None:
         """See `GroupMaker.add_newcomer`."""
-        self._outer_steps[worker] = [-1] * self._fragments
+        self._versions[worker] = [-1] * self._fragments
 
-    def _steps_of(self, worker: int) -> list[int]:
-        return self._outer_steps.setdefault(worker, [0] * self._fragments)
+    def _versions_of(self, worker: int) -> list[int]:
+        return self._versions.setdefault(worker, [0] * self._fragments)
 
-    def _newest(self, workers: Iterable[int]) -> set[int]:
-        """Return those of the workers that have missed no step of the next part; all without parts."""
+    def _newest(self, workers: Iterable[int], part: int) -> set[int]:
+        """Return those of the workers whose anchor of a part is the newest of all; all without parts."""
         if not self._fragments:
             return set(workers)
-        fragment = self._rounds % self._fragments
-        last = {worker: self._steps_of(worker)[fragment] for worker in workers}
-        return {worker for worker, round_ in last.items() if round_ == max(last.values())}
+        newest = max(self._versions_of(worker)[part] for worker in self._workers.union(workers))
+        return {worker for worker in workers if self._versions_of(worker)[part] == newest}
 
     def steps(self, worker: int) -> int:
         """See `GroupMaker.steps`."""
-        every = max(1, round(self._every / max(1, self._fragments)))
+        parts = max(1, self._fragments)
+        part = self._rounds % parts
+        every = self._every * (part + 1) // parts - self._every * part // parts
         if not self._by_pace:
             return every
         times_s = self._step_s.get(worker)
@@ -183,9 +216,13 @@ class LocalRounds(ReadyWorkers):
             "fastest_s": self._fastest_s,
             "samples": [list(entry) for entry in self._samples.items()],
             "contributed": [list(entry) for entry in self._contributed.items()],
+            "workers": sorted(self._workers),
             "rounds": self._rounds,
-            "outer_steps": [[worker, list(steps)] for worker, steps in self._outer_steps.items()],
-            "entered": [[worker, *entry] for worker, entry in self._entered.items()],
+            "version": self._version,
+            "versions": [[worker, list(parts)] for worker, parts in self._versions.items()],
+            "next_versions": [
+                [worker, version, list(parts)] for worker, (version, parts) in self._next_versions.items()
+            ],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,6 +232,8 @@ class LocalRounds(ReadyWorkers):
         self._step_s = {worker: deque(times_s, maxlen=_STEPS_KEPT) for worker, times_s in state["step_s"]}
         self._fastest_s = state["fastest_s"]
         self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])
-        self._rounds = state["rounds"]
-        self._outer_steps = {worker: list(steps) for worker, steps in state["outer_steps"]}
-        self._entered = {worker: (round_, fragment) for worker, round_, fragment in state["entered"]}
+        self._workers, self._rounds, self._version = set(state["workers"]), state["rounds"], state["version"]
+        self._versions = {worker: list(parts) for worker, parts in state["versions"]}
+        self._next_versions = {
+            worker: (version, list(parts)) for worker, version, parts in state["next_versions"]
+        }

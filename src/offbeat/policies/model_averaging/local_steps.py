@@ -44,6 +44,10 @@ class LocalSteps(ModelAveraging):
             check_quorum(quorum)
         if grace_s is not None and not 0 <= grace_s < math.inf:
             raise ValueError(f"expected a finite time of grace of at least 0 s, got {grace_s}")
+        if isinstance(global_every, int):
+            raise ValueError(
+                f"expected global_every to be epoch or None, since each round is of all, got {global_every}"
+            )
         if not 0 <= fragments <= every:
             raise ValueError(f"expected from 0 to {every} fragments, one step each at least, got {fragments}")
         groups = LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)

@@ -59,6 +59,7 @@ class BackgroundAveraging:
         self._is_taking_snapshot = False
         self.snapshot_steps = 0
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
+        self._last_id = -1  # the exchange id of the last averaging that has begun
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
     def trains_on(self, averaging: AverageModels) -> bool:
@@ -80,11 +81,12 @@ class BackgroundAveraging:
             if (
                 averaging is None
                 or self._begun is not None
+                or averaging.exchange_id <= self._last_id  # begun before, and about to be reported
                 or self._is_taking_snapshot
                 or not self.is_of_snapshots(averaging)
             ):
                 return
-            self._begun = averaging
+            self._begun, self._last_id = averaging, averaging.exchange_id
         pending = self._begin(averaging)
         with self._client.lock:
             self._pending = pending
@@ -172,9 +174,11 @@ class BackgroundAveraging:
     def _apply(self, averaging: AverageModels) -> None:
         """Change the parameters by what the exchange has yielded."""
         parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
-        share = self._share * mean_share(averaging, self._client.worker)
+        share = mean_share(averaging, self._client.worker)
         if self._outer is not None and averaging.outer_step is not None:
             before = self._outer.step(averaging.outer_step, parameters.outputs)
+        if before is None:  # else all of it is new to this worker
+            share *= self._share
         if before is None and share == 1.0 and not self._overlap:
             parameters.replace(fragment)
         else:

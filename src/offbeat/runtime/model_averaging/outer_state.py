@@ -9,6 +9,8 @@ A member that is *behind* has missed such a step. It receives anchor and buffers
 has not, in the same averaging, to which it contributes nothing. It moves its model by what its own anchor
 differs from the new one, so that all that it has learnt since then is kept, for the next averaging.
 
+The mean of all models, after an epoch, becomes the anchor, too: what workers have learnt is in it.
+
 Nothing here decides who is behind, and nothing is sent but by the exchange.
 """
 
@@ -49,10 +51,12 @@ class OuterState:
     def begin(self) -> None:
         """Take the parameters as they are for the anchor, unless that is done."""
         if not self._state:
-            anchors = self._parameters.zeros()
-            buffers = [self._parameters.zeros() for _ in range(self._optimizer.buffers)]
-            self._parameters.copy_into(anchors)
-            self._state = [list(flats) for flats in zip(anchors, *buffers, strict=True)]
+            self._allocate()
+            self._parameters.copy_into([anchor for anchor, *_ in self._state])
+
+    def _allocate(self) -> None:
+        vectors = [self._parameters.zeros() for _ in range(1 + self._optimizer.buffers)]
+        self._state = [list(flats) for flats in zip(*vectors, strict=True)]
 
     def send_to_members_behind(
         self, exchange: Exchange, averaging: AverageModels, worker: int, first_index: int
@@ -106,6 +110,15 @@ class OuterState:
                 flat.copy_(values)
             fragment.of(output).copy_(anchor)
         return before
+
+    @torch.no_grad()
+    def take_anchor(self, means: Sequence[torch.Tensor]) -> None:
+        """Take the mean of all models for the anchor, as after an epoch."""
+        if not self._state:  # the worker has made no step yet
+            self._allocate()
+        self._replace_read_memory()
+        for (anchor, *_), mean in zip(self._state, means, strict=True):
+            anchor.copy_(mean)
 
     def _replace_read_memory(self) -> None:
         """Replace memory that another worker may still read, because an exchange was abandoned."""

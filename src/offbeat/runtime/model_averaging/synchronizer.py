@@ -194,7 +194,7 @@ class ModelAveragingSynchronizer:
         )
         client.on_action = self._on_action
         self._background.begin_if_due()  # an averaging that has arrived before
-        while self._average("the state of the other workers", self._timeout_s + COORDINATOR_MARGIN_S) is None:
+        while self._average("the state of the other workers") is None:
             pass
 
     def attach(self) -> None:
@@ -229,9 +229,10 @@ class ModelAveragingSynchronizer:
         if not self._has_epoch_means or client is None:
             return
         self._send_epoch_ended(is_complete=True)
+        self._loop.timer.switch("wait")
         has_mean = False
         while not has_mean and not client.is_job_complete:
-            ended = self._average("all workers to use up the epoch", None)
+            ended = self._average("all workers to use up the epoch")
             has_mean = ended is not None and ended.includes_buffers
 
     def _send_epoch_ended(self, *, is_complete: bool) -> None:
@@ -248,7 +249,7 @@ class ModelAveragingSynchronizer:
         The coordinator rejects a worker that keeps the others waiting, so this wait has no limit of its own.
         """
         while self._client is not None and not self._client.is_job_complete:
-            self._average("all workers to finish", None)
+            self._average("all workers to finish")
 
     def receive_final_state(self) -> None:
         """See `Synchronizer.receive_final_state`: `finish` has received it."""
@@ -340,7 +341,7 @@ class ModelAveragingSynchronizer:
         )
         timer.switch("wait")
         if self._has_to_wait():
-            self._average("the workers of its group", None)
+            self._average("the workers of its group")
         timer.switch("other")
         self._is_preempted = client.preempt is not None
 
@@ -356,24 +357,23 @@ class ModelAveragingSynchronizer:
             return not self._overlap and is_ready
         return not self._background.trains_on(averaging)
 
-    def _average(self, what: str, timeout_s: float | None) -> AverageModels | None:
+    def _average(self, what: str) -> AverageModels | None:
         """Wait for an averaging or the end of the job, take part in it and report its end.
+
+        The coordinator rejects workers that keep others waiting, so this wait has no limit of its own.
 
         Args:
             what: what is waited for, for the error message.
-            timeout_s: how long, in seconds; None where the coordinator rejects workers that are late.
 
         Returns:
             The averaging, None if it was cancelled or the job is complete.
 
         Raises:
-            WorkerError: the job failed, or no averaging began within the deadline.
+            WorkerError: the job failed, or this worker was rejected.
         """
         client = self._client
         assert client is not None
-        client.wait_for(
-            lambda: self._protocol.averaging is not None or client.is_job_complete, timeout_s, what
-        )
+        client.wait_for(lambda: self._protocol.averaging is not None or client.is_job_complete, None, what)
         averaging = self._protocol.averaging
         if averaging is None:
             return None
@@ -401,9 +401,7 @@ class ModelAveragingSynchronizer:
         if self._background.is_of_snapshots(averaging):
             if not self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S):
                 raise AveragingCancelledError
-        elif len(group) > 1:
-            if self._outer is not None:
-                self._outer.begin()  # it may have made no step of the epoch
+        elif len(group) > 1 or self._outer is not None:
             self._average_models(averaging, group)
         if joining and worker == group[0]:
             with suppress(AveragingCancelledError):  # they receive it from the next group
@@ -424,6 +422,8 @@ class ModelAveragingSynchronizer:
             pending += one.all_reduce(exchange, exchange_id=averaging.exchange_id, first_index=len(pending))
         for one_pending in pending:
             one_pending.wait(self._timeout_s)
+        if self._outer is not None:
+            self._outer.take_anchor(self._parameters.outputs)
         for one in flats:
             one.unpack()
         self._exchange = None

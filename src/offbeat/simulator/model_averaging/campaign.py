@@ -82,7 +82,7 @@ def draw_case(seed: int) -> ModelFaultCase:
         | {
             "timeout_s": 100.0,
             "overlap": chance.random() < 0.5,
-            "global_every": chance.choice(["epoch", "epoch", 3, None]),
+            "global_every": chance.choice(["epoch", "epoch", None if policy is LocalSteps else 3, None]),
         },
     )
 

@@ -43,7 +43,7 @@ class SimulatedModelCluster(SimulatedCluster):
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
         fragments: see `ModelSimulation`.
-        outer_optimizer: see `ModelSimulation`.
+        outer_optimizer, mixing: see `ModelSimulation`.
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
@@ -59,11 +59,12 @@ class SimulatedModelCluster(SimulatedCluster):
         has_epoch_means: bool,
         fragments: int = 1,
         outer_optimizer: OuterOptimizer | None = None,
+        mixing: float = 0.0,
         problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
-        self.fragments = fragments
+        self.fragments, self.mixing = fragments, mixing
         self.outer_optimizer = outer_optimizer or OuterOptimizer()
         self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[AverageModels] = []

@@ -55,12 +55,14 @@ class ModelSimulation(Simulation, Protocol):
         has_epoch_means: all models are averaged at the end of each epoch.
         fragments: parts of the parameters that the outer optimizer steps by themselves.
         outer_optimizer: of workers that make local steps.
+        mixing: the share of its own model that a worker keeps.
     """
 
     overlap: bool
     has_epoch_means: bool
     fragments: int
     outer_optimizer: OuterOptimizer
+    mixing: float
 
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
@@ -239,10 +241,15 @@ class AveragingWorker(SimulatedWorker):
             part = fragment_of(step, self.cluster.fragments, len(parameters))
             new, before = self._step_anchor(averaging, step, part)
         share = mean_share(averaging.averaging, self.worker)
+        is_new = step is not None and self.worker in step.behind
+        if not is_new and not averaging.averaging.includes_buffers:
+            share *= 1.0 - self.cluster.mixing
         is_replaced = before is None or (parameters is before and share == 1)
         changed = parameters.copy()
         changed[part] = new[part] if is_replaced else parameters[part] + share * (new[part] - before[part])
         self.model = MomentumState(changed, self.model.velocity)
+        if averaging.averaging.includes_buffers and self.outer_state:
+            self.outer_state[0] = averaging.mean.copy()
 
     def _step_anchor(self, averaging: SimulatedAveraging, step: OuterStep, part: slice) -> tuple[Any, Any]:
         """Step the part of the anchor; return the anchor, and what the model moves from."""
