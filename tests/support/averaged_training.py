@@ -50,7 +50,7 @@ def _note_contributions(folder: Path) -> None:
     open_exchange = ModelAveragingSynchronizer._open_exchange
 
     def open_and_note(self: ModelAveragingSynchronizer, workers: Sequence[int]) -> Any:
-        averaging, background = self._protocol.averaging, self._background
+        averaging, background = self._protocol.averaging, self._snapshots
         if averaging is not None and background is not None and background.is_of_snapshots(averaging):
             with (folder / f"contributions-{self._loop.worker}").open("a") as file:
                 print(json.dumps([averaging.exchange_id, background.snapshot_steps]), file=file)

@@ -134,7 +134,7 @@ def _hold_back_the_last_piece(places: Places, session_of_loop: list[Any]) -> Non
 
 def _has_received(session: Any) -> bool:
     """Whether the exchange of an averaging with others has ended, in the background."""
-    pending = session._synchronizer._background._pending
+    pending = session._synchronizer._snapshots._pending
     return bool(pending) and all(one.ended_s is not None for one in pending)
 
 

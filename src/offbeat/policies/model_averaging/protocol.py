@@ -66,7 +66,7 @@ class ModelAveragingProtocol:
         return []
 
     def count_step(self) -> None:
-        """Count an optimizer step: those before an averaging or during it do not count."""
+        """Count an optimizer step, unless it is made during an averaging, or while ready for one."""
         if self.averaging is None:
             self.steps_left = max(0, self.steps_left - 1)
 

@@ -2,18 +2,18 @@
 
 Theory of operation. The optimizer steps the worker's own model, with the gradients of its own batch. After
 each step the worker reports `Ready`. After as many steps as its last averaging said it is ready for the next
-one. With `overlap` it trains on, as `BackgroundAveraging` says. Without it, and in averagings in which it
-sends or receives a state or that follow the end of its loop, the worker waits for an `AverageModels`, which
-its `ModelAveragingProtocol` keeps. It packs its parameters, times its weight, into vectors; the members sum
-these by a ring, and the sum becomes each member's parameters. Then it reports `ModelsAveraged`. Until the sum
-is complete the parameters are unchanged, so that an averaging that is cancelled has no effect. Optimizer
-state stays with its worker; buffers are averaged at the end of an epoch and of the job only. The worker waits
-for the exchange, and for no copy between the host and an accelerator (see `FlatTensors`).
+one, of snapshots (see `SnapshotAveraging`). With `overlap` it trains on meanwhile, unless it sends a state.
+
+At the end of an epoch and of its loop a worker waits for the mean of all models. It packs its parameters and
+buffers, times its weight, into vectors; the members sum these by a ring, and the sum becomes each member's
+model. Until the sum is complete the model is unchanged, so that an averaging that is cancelled has no effect.
+Optimizer state stays with its worker. The worker waits for the exchange, and for no copy between the host and
+an accelerator (see `FlatTensors`).
 
 Members without a state receive it from the first other member, which waits anyway. A new worker begins so,
 and at the start all workers but the first.
 
-Threads. The links' thread applies actions; it begins averagings in the background, and fails the exchange of
+Threads. The links' thread applies actions; it begins averagings of snapshots, and fails the exchange of
 one that is cancelled. All else happens in the worker's thread. Nothing here decides which workers average.
 """
 
@@ -39,10 +39,10 @@ from offbeat.runtime.data.late_gradients import LateGradients
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.devices.interface import Device
 from offbeat.runtime.devices.opening import open_device
-from offbeat.runtime.model_averaging.background import BackgroundAveraging
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.model_averaging.outer_state import OuterState
+from offbeat.runtime.model_averaging.snapshot_averaging import SnapshotAveraging
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S, TrainingLoop
@@ -60,7 +60,7 @@ class ModelAveragingSynchronizer:
     Args:
         loop: the worker's session.
         trained: the model and its optimizers.
-        overlap: the worker trains on while its model is averaged; see `BackgroundAveraging`.
+        overlap: the worker trains on while its model is averaged; see `SnapshotAveraging`.
         has_epoch_means: all models are averaged at the end of each epoch.
         timeout_s: how long a worker may keep others waiting, in seconds.
         assigns_samples: samples are assigned as they are needed.
@@ -91,7 +91,7 @@ class ModelAveragingSynchronizer:
         self._client: CoordinatorClient | None = None
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
         self._parameters: FlatTensors | None = None
-        self._background: BackgroundAveraging | None = None
+        self._snapshots: SnapshotAveraging | None = None
         self._exchange: Exchange | None = None
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._saved_gradients = SavedGradients()
@@ -183,7 +183,7 @@ class ModelAveragingSynchronizer:
         self._parameters = FlatTensors(lambda: parameters, self._memory)
         if self._outer_optimizer is not None:
             self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
-        self._background = BackgroundAveraging(
+        self._snapshots = SnapshotAveraging(
             self._parameters,
             client,
             self._protocol,
@@ -193,7 +193,7 @@ class ModelAveragingSynchronizer:
             share=1.0 - self._mixing,
         )
         client.on_action = self._on_action
-        self._background.begin_if_due()  # an averaging that has arrived before
+        self._snapshots.begin_if_due()  # an averaging that has arrived before
         while self._average("the state of the other workers") is None:
             pass
 
@@ -208,7 +208,7 @@ class ModelAveragingSynchronizer:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._background = None  # what arrives from now on begins nothing on a device that is closed
+        self._snapshots = None  # what arrives from now on begins nothing on a device that is closed
         self._device.close()
 
     def on_state_loaded(self, step: int) -> None:
@@ -321,9 +321,9 @@ class ModelAveragingSynchronizer:
         if self._assigns_samples:
             with client.lock:
                 blocks = self._protocol.block_queue.pop_contribution(is_counted=True)
-        assert self._background is not None
+        assert self._snapshots is not None
         timer.switch("communicate")
-        if (ended := self._background.end_step(self._steps)) is not None:
+        if (ended := self._snapshots.end_step(self._steps)) is not None:
             self._loop.send_event(ended)
         self._loop.send_event(
             Ready(
@@ -350,12 +350,12 @@ class ModelAveragingSynchronizer:
     def _has_to_wait(self) -> bool:
         """Whether this worker goes on only after an averaging."""
         assert self._client is not None
-        assert self._background is not None
+        assert self._snapshots is not None
         with self._client.lock:  # an averaging may arrive between the two looks
             averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
         if averaging is None:
             return not self._overlap and is_ready
-        return not self._background.trains_on(averaging)
+        return not self._snapshots.trains_on(averaging)
 
     def _average(self, what: str) -> AverageModels | None:
         """Wait for an averaging or the end of the job, take part in it and report its end.
@@ -383,9 +383,9 @@ class ModelAveragingSynchronizer:
             self._carry_out(averaging)
         except AveragingCancelledError:
             has_mean = False
-        assert self._background is not None
-        is_of_snapshots = self._background.is_of_snapshots(averaging)
-        model_steps = self._background.snapshot_steps if is_of_snapshots else self._steps
+        assert self._snapshots is not None
+        is_of_snapshots = self._snapshots.is_of_snapshots(averaging)
+        model_steps = self._snapshots.snapshot_steps if is_of_snapshots else self._steps
         with client.lock:
             event = self._protocol.finish(model_steps=model_steps, has_mean=has_mean)
         self._loop.send_event(event)
@@ -397,9 +397,9 @@ class ModelAveragingSynchronizer:
         if worker in joining:
             self._copy_state(averaging, [group[0], *joining])
             return
-        assert self._background is not None
-        if self._background.is_of_snapshots(averaging):
-            if not self._background.wait(self._timeout_s + COORDINATOR_MARGIN_S):
+        assert self._snapshots is not None
+        if self._snapshots.is_of_snapshots(averaging):
+            if not self._snapshots.wait(self._timeout_s + COORDINATOR_MARGIN_S):
                 raise AveragingCancelledError
         elif len(group) > 1 or self._outer is not None:
             self._average_models(averaging, group)
@@ -466,8 +466,8 @@ class ModelAveragingSynchronizer:
         return exchange
 
     def _on_action(self, action: Action) -> None:
-        """Begin an averaging in the background, or fail one that is cancelled; called in the I/O thread."""
-        if isinstance(action, AverageModels) and self._background is not None:
-            self._background.begin_if_due()
+        """Begin an averaging of snapshots, or fail one that is cancelled; called in the I/O thread."""
+        if isinstance(action, AverageModels) and self._snapshots is not None:
+            self._snapshots.begin_if_due()
         elif isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
             self.abandon(AveragingCancelledError())

@@ -1,4 +1,4 @@
-"""Averaging in the background: what the loop's thread and the links' thread do at the same time."""
+"""Averaging of snapshots: what the loop's thread and the links' thread do at the same time."""
 
 import threading
 from dataclasses import replace
@@ -7,7 +7,7 @@ import pytest
 
 from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
-from offbeat.runtime.model_averaging.background import BackgroundAveraging
+from offbeat.runtime.model_averaging.snapshot_averaging import SnapshotAveraging
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.timing import PartTimer
 
@@ -75,7 +75,7 @@ class Worker:
     def __init__(self):
         self.client, self.parameters, self.exchange = Client(), Parameters(), Exchange()
         self.protocol = ModelAveragingProtocol(0)
-        self.background = BackgroundAveraging(
+        self.snapshots = SnapshotAveraging(
             self.parameters, self.client, self.protocol, lambda workers: self.exchange
         )
 
@@ -83,7 +83,7 @@ class Worker:
         """What the links' thread does, in two steps: the client applies an action, and then tells of it."""
         with self.client.lock:
             self.protocol.handle(action)
-        self.background.begin_if_due()
+        self.snapshots.begin_if_due()
 
 
 def averaged(model_steps):
@@ -92,37 +92,37 @@ def averaged(model_steps):
 
 def test_an_averaging_that_ends_within_a_step_is_added_at_the_end_of_the_step():
     worker = Worker()
-    worker.background.end_step(1)
+    worker.snapshots.end_step(1)
     worker.receive(AVERAGING)
-    worker.background.begin_if_due()
+    worker.snapshots.begin_if_due()
     assert worker.parameters.begun == [(8, 0.5)]
-    assert worker.background.end_step(2) is None
+    assert worker.snapshots.end_step(2) is None
     assert worker.parameters.snapshots == 1  # that which is being averaged
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    assert worker.background.end_step(3) == averaged(model_steps=1)
+    assert worker.snapshots.end_step(3) == averaged(model_steps=1)
     assert (worker.parameters.added, worker.parameters.snapshots) == ([1.0], 2)
 
 
 def test_a_member_that_keeps_its_own_share_adds_so_much_of_the_difference():
     """With a weight of 1/4, of two: half of the other's model less its own, which is 2/3 of the mean's."""
     worker = Worker()
-    worker.background.end_step(1)
+    worker.snapshots.end_step(1)
     worker.receive(replace(AVERAGING, weights=(0.25, 0.75), keeps_own_share=True))
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    worker.background.end_step(2)
+    worker.snapshots.end_step(2)
     assert worker.parameters.added == pytest.approx([2 / 3])
 
 
 def test_an_exchange_whose_end_is_seen_before_it_is_told_is_waited_for():
     worker = Worker()
-    worker.background.end_step(1)
+    worker.snapshots.end_step(1)
     worker.receive(AVERAGING)
     worker.exchange.ended_s = 1.0
     telling = threading.Timer(0.05, worker.exchange.is_told.set)
     telling.start()
-    assert worker.background.end_step(1) is not None
+    assert worker.snapshots.end_step(1) is not None
     telling.join()
 
 
@@ -139,7 +139,7 @@ def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_
     worker.parameters.while_taking = (
         arrive if arrives_in == "another thread" else lambda: worker.receive(AVERAGING)
     )
-    worker.background.end_step(1)
+    worker.snapshots.end_step(1)
     assert worker.parameters.begun == [(8, 0.5)]
 
 
@@ -149,7 +149,7 @@ class Synchronizer(ModelAveragingSynchronizer):
     worker = 0
 
     def __init__(self, worker, events):
-        self._client, self._protocol, self._background = worker.client, worker.protocol, worker.background
+        self._client, self._protocol, self._snapshots = worker.client, worker.protocol, worker.snapshots
         self._timeout_s, self._events = DEADLINE_S, events
         self._loop = self
         self.timer = PartTimer(lambda: 0.0)
@@ -200,14 +200,14 @@ def test_without_overlap_a_worker_waits_though_the_averaging_arrives_while_it_lo
 def test_an_averaging_that_arrives_when_the_loop_has_ended_is_begun_by_the_links_alone():
     """Between the two steps of the links' thread, the loop's thread sees the averaging already."""
     worker, events = Worker(), []
-    worker.background.end_step(1)
+    worker.snapshots.end_step(1)
     with worker.client.lock:
         worker.protocol.handle(AVERAGING)
     finishing = threading.Thread(target=Synchronizer(worker, events).finish)
     finishing.start()
     worker.exchange.ended_s = 1.0
     worker.exchange.is_told.set()
-    worker.background.begin_if_due()
+    worker.snapshots.begin_if_due()
     finishing.join(DEADLINE_S)
     assert events == [averaged(model_steps=1)]
     assert worker.parameters.begun == [(8, 0.5)]

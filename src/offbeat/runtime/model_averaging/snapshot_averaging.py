@@ -1,11 +1,13 @@
-"""An averaging of models that goes on while its worker trains.
+"""An averaging of snapshots of models, which goes on while its worker trains, or for which the worker waits.
 
 Theory of operation. At the end of a step after which it is ready for an averaging, and in none, a worker
 takes a *snapshot* of its parameters, and then reports `Ready`. When an `AverageModels` arrives, the links'
 thread begins to exchange the snapshot: the loop computes the next step meanwhile, and a slow worker keeps no
 other waiting. At the end of the step in which the exchange has ended, the mean less the snapshot is added to
 the parameters, and `ModelsAveraged` is reported. Until then this worker is in no other averaging, and its
-snapshot does not change.
+snapshot does not change. Without `overlap` the worker waits instead, and the mean replaces its parameters.
+
+With an outer optimizer, what that makes of the mean takes the mean's place (see `OuterState`).
 
 Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
 what they share. Nothing here decides which workers average.
@@ -26,7 +28,7 @@ from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 
 
-class BackgroundAveraging:
+class SnapshotAveraging:
     """A worker's averagings of snapshots, one at a time.
 
     Args:
