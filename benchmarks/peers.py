@@ -38,7 +38,7 @@ Step: TypeAlias = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class PeerJob:
-    """What a library is told of the training.
+    """What a library has to know of the training.
 
     Attributes:
         rank: of this worker.

@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
-from offbeat.strategies.model_averaging import ADPSGD, LocalSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.model_replay import ModelReplay, uses_of
 
 SAMPLES, BATCH, EPOCHS = 90, 5, 2
-Averaging = PReduce | ADPSGD | Prague | LocalSGD
+Averaging = PReduce | ADPSGD | Prague | LocalSGD | DiLoCo
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:
@@ -98,7 +98,7 @@ def train(
                 for parameter in parameters:
                     generator = torch.Generator().manual_seed(worker)
                     parameter.add_(torch.randn(parameter.shape, generator=generator))
-            (folder / f"start-{worker}").write_text(json.dumps(vector(parameters)))
+        (folder / f"start-{worker}").write_text(json.dumps(vector(parameters)))
         with (folder / f"updates-{worker}").open("w") as updates:
             for _ in session.epochs(epochs):
                 for inputs, labels in session.batches(dataset(samples), BATCH):

@@ -23,6 +23,7 @@ from offbeat.runtime.collectives.link_exchange import _ScheduleRun
 from offbeat.runtime.control.peers import WorkerPeers
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training import job_connection
+from offbeat.strategies import DiLoCo
 from offbeat.wire.codec import is_event
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import build_policies
@@ -114,6 +115,7 @@ def stands(
         folder,
         rate=rate,
         epochs=epochs,
+        spreads=not isinstance(strategy, DiLoCo),  # whose workers have one anchor
         before_step=before_step,
         after_loop=after_loop,
     )

@@ -1,7 +1,7 @@
 """Models of workers that average them, computed again from the run log and the workers' own updates.
 
 Each averaging is a matrix: its row of a member that has received the mean holds the members' weights, all
-other rows are those of the identity.
+other rows are those of the identity. After some, each member makes a step of the default `OuterOptimizer`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from offbeat.events import AssignBlocks, AverageModels, Block, ModelsAveraged, Ready
+from offbeat.numerics.outer_optimizer import OuterOptimizer
 
 
 def mixing_matrix(
@@ -70,8 +71,11 @@ class ModelReplay:
         updates: Mapping[int, Sequence[Any]],
         steps_of_lost: Mapping[tuple[int, int], int],
     ) -> None:
-        self._starts, self._updates = starts, updates
-        self.models: dict[int, Any] = {0: starts[0]}
+        self._starts, self._updates, self._optimizer = starts, updates, OuterOptimizer()
+        self.models: dict[int, Any] = {}
+        self._outer: dict[int, list[Any]] = {}  # by worker, anchor and buffers
+        self._outer_before: dict[int, list[Any]] = {}  # by exchange, those of members that are not behind
+        self._begin(0, starts[0])
         self._averagings = {one.exchange_id: one for one in entries if isinstance(one, AverageModels)}
         self._events: dict[int, list[Any]] = {}
         for entry in entries:
@@ -90,6 +94,10 @@ class ModelReplay:
             pass
         left = {worker: events[0] for worker, events in self._events.items() if events}
         assert not left, f"these ends of averagings need contributions that the log does not hold: {left}"
+
+    def _begin(self, worker: int, model: Any) -> None:
+        self.models[worker] = model
+        self._outer[worker] = [model, *[np.zeros_like(model)] * self._optimizer.buffers]
 
     def _advance(self, worker: int) -> bool:
         """Replay what can be replayed of a worker's events; return whether anything was."""
@@ -112,18 +120,42 @@ class ModelReplay:
             received = self._after.get((averaging.exchange_id, averaging.group[0]))
             if received is None:
                 return False
-            self.models[worker] = self._starts.get(worker, received)
+            self._begin(worker, self._starts.get(worker, received))
             return True
         if any(self._contribution(other, averaging) is None for other in averaging.group):
             return False
         weights = dict(zip(averaging.members, averaging.weights, strict=True))
         mean = sum(weights[other] * self._contribution(other, averaging) for other in averaging.group)
+        if averaging.outer_step is not None:
+            return self._step_outer(worker, averaging, mean)
+        if averaging.includes_buffers:
+            self._outer[worker] = [mean, *self._outer[worker][1:]]
         if len(averaging.group) > 1:
             self.models[worker] = self.models[worker] + (mean - self._contribution(worker, averaging))
         self._after[averaging.exchange_id, worker] = self.models[worker]
         return True
 
+    def _step_outer(self, worker: int, averaging: AverageModels, mean: Any) -> bool:
+        """Step a worker's anchor, and move its model; return whether that is possible yet."""
+        step = averaging.outer_step
+        assert step is not None
+        before, state = self._contribution(worker, averaging), self._outer[worker]
+        if worker in step.behind:
+            root = next(other for other in averaging.group if other not in step.behind)
+            received = self._outer_before.get(averaging.exchange_id)
+            if received is None and self._events.get(root):
+                return False
+            before, state = state[0], self._outer[root] if received is None else received
+        anchor, *buffers = self._optimizer.step(state[0], mean, tuple(state[1:]), step.number)
+        self._outer[worker] = [anchor, *buffers]
+        self.models[worker] = self.models[worker] + (anchor - before)
+        self._after[averaging.exchange_id, worker] = self.models[worker]
+        return True
+
     def _note_contribution(self, worker: int, averaging: AverageModels) -> None:
+        step = averaging.outer_step
+        if step is not None and worker in averaging.group and worker not in step.behind:
+            self._outer_before.setdefault(averaging.exchange_id, self._outer[worker])
         if worker in averaging.group and (averaging.includes_buffers or len(averaging.group) == 1):
             self._contributions.setdefault((averaging.exchange_id, worker), self.models[worker])
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from offbeat.events import Finished, ModelsAveraged
-from offbeat.strategies import ADPSGD, Prague, PReduce
+from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.averagings import count_averagings
 from offbeat.wire.log_file import read_log
 from support.averaging_phases import PHASES, VICTIM, check_end, standing
 from support.processes import values
 from support.run_logs import entries_of, wait_for_entry, wait_until
 
-OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3)]
-WAITING = [PReduce(P=3, overlap=False), ADPSGD(overlap=False), Prague(size=3, overlap=False)]
+OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3), LocalSGD(every=2), DiLoCo(every=2)]
+WAITING = [replace(strategy, overlap=False) for strategy in OVERLAPPED]
 
 # With overlap no worker waits for a group. Without it none has a mean that it has not added, and two of three
 # do not rest or finish without the third.
@@ -34,7 +34,7 @@ def cases(turn=None):
     """All phases, each under all strategies that have it, or under one with overlap and one without."""
     for number, phase in enumerate(PHASES):
         for strategies, missing in ((OVERLAPPED, WITHOUT_OVERLAP), (WAITING, WITH_OVERLAP)):
-            chosen = strategies if turn is None else [strategies[(number + turn) % 3]]
+            chosen = strategies if turn is None else [strategies[(number + turn) % len(strategies)]]
             for strategy in chosen if phase not in missing else []:
                 named = f"{phase}, {strategy.name}{'' if strategy.overlap else ' without overlap'}"
                 if phase == "last averaging":  # which there is none after an epoch's mean

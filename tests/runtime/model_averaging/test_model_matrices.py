@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offbeat.runtime.data.equal_shards import EqualShards
-from offbeat.strategies import ADPSGD, LocalSGD, Prague, PReduce
+from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from support.averaged_training import BATCH, SAMPLES, check_run, dataset, network, train
 from support.model_replay import matrices_of
@@ -35,12 +35,20 @@ def env_of(folder):
 
 
 def trains(rank, emit, strategy, folder, rate):
-    return train(rank, emit, strategy, folder, rate=rate)
+    return train(rank, emit, strategy, folder, rate=rate, spreads=not isinstance(strategy, DiLoCo))
 
 
 @pytest.mark.long(after=5)
 @pytest.mark.parametrize(
-    "strategy", [*FAMILY, LocalSGD(every=3), LocalSGD(every=2, overlap=False)], ids=name_of
+    "strategy",
+    [
+        *FAMILY,
+        LocalSGD(every=3),
+        LocalSGD(every=2, overlap=False),
+        DiLoCo(every=3),
+        DiLoCo(every=2, quorum=1, grace=0.0, by_pace=False, overlap=False),
+    ],
+    ids=name_of,
 )
 def test_the_logs_matrices_and_the_workers_updates_reproduce_every_model(tmp_path, strategy):
     results = values(run(trains, 4, strategy, tmp_path, 0.05, env=env_of(tmp_path)))

@@ -48,7 +48,7 @@ class EpochMeans:
 
         Args:
             training: the workers that may still end it.
-            silent: of all, those that cannot take part now, and keep nobody waiting.
+            silent: of all, those that cannot take part now; no worker waits for them.
         """
         waiting = {worker: epoch for worker, epoch in self.waiting.items() if worker not in silent}
         if not waiting:
