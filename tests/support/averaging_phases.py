@@ -91,7 +91,7 @@ def stands(
                 places.stand("holds", until="go")
         elif is_victim and steps == 1 and phase == "computing":
             places.stand("reached")
-        elif is_victim and steps >= 1 and phase == "received" and not places.is_open("reached"):
+        elif is_victim and phase == "received" and _is_due(session) and not places.is_open("reached"):
             wait_until(lambda: _has_received(session), "the end of an exchange")
             places.stand("reached")
         elif phase not in MEANS_OF_ALL and steps == gate_step:
@@ -132,6 +132,12 @@ def _hold_back_the_last_piece(places: Places, session_of_loop: list[Any]) -> Non
             send(self, forward, data, start)
 
     _ScheduleRun._send = send_all_but_the_last  # type: ignore[method-assign]
+
+
+def _is_due(session: Any) -> bool:
+    """Whether the worker is ready for an averaging, or in one."""
+    protocol = session._synchronizer._protocol
+    return protocol.is_ready or protocol.averaging is not None
 
 
 def _has_received(session: Any) -> bool:
