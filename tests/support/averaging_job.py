@@ -9,12 +9,12 @@ from offbeat.events import (
     CancelAveraging,
     EpochEnded,
     Finished,
-    Joined,
     Lost,
     Ready,
 )
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
+from support.round_events import joined
 
 
 class Job:
@@ -43,18 +43,7 @@ class Job:
 
     def join(self, worker, world):
         self.workers[worker] = ModelAveragingProtocol(worker)
-        return self.emit(
-            Joined(
-                now_s=self.now_s,
-                worker=worker,
-                world=world,
-                peer=f"worker-{worker}",
-                location="here",
-                addresses=(),
-                model_signature=(),
-                strategy="preduce",
-            )
-        )
+        return self.emit(replace(joined(worker, world), now_s=self.now_s))
 
     def ready(self, worker, **values):
         fields = {"generation": 0, "epoch": 0, "step": 0, "round": 0, "compute_s": 0.1, "samples": 0}

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from offbeat.events import Joined, Left, Lost, ModelsAveraged, Ready
+from offbeat.events import Left, Lost, ModelsAveraged
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.wire.log_file import LogWriter
+from support.round_events import joined, ready
 
 
 def averaging_log(path: Path) -> None:
@@ -12,40 +13,14 @@ def averaging_log(path: Path) -> None:
     place = f"{PartialReduce.__module__}:{PartialReduce.__name__}"
     log = LogWriter(path, {"policies": [{"path": place, "arguments": arguments}]})
     policy = PartialReduce(**arguments)
-    joined = [
-        Joined(
-            now_s=0.0,
-            worker=worker,
-            world=2,
-            peer=f"worker-{worker}",
-            location="here",
-            addresses=(),
-            model_signature=(),
-            strategy="preduce",
-        )
-        for worker in (0, 1)
-    ]
     received = [_averaged(worker, exchange_id=0, model_steps=0) for worker in (0, 1)]
-    steps = [
-        Ready(
-            now_s=1.0,
-            worker=worker,
-            generation=0,
-            epoch=0,
-            step=0,
-            round=1,
-            compute_s=0.1,
-            samples=1,
-            blocks=(),
-        )
-        for worker in (0, 1)
-    ]
+    steps = [ready(worker, 1, 0) for worker in (0, 1)]
     end = [
         _averaged(0, exchange_id=8, model_steps=1),
         Lost(now_s=2.0, worker=1, cause=""),
         Left(now_s=3.0, worker=0, step=1),
     ]
-    for event in [*joined, *received, *steps, *end]:
+    for event in [joined(0), joined(1), *received, *steps, *end]:
         log.add_event(event)
         log.add_actions(policy.handle(event))
     log.close()

@@ -235,6 +235,11 @@ class Fault:
     def __init__(self, running: Job, log: Path, places: Places) -> None:
         self.running, self.log, self.places = running, log, places
 
+    def go_on(self) -> None:
+        """Lets all workers go on that stand in a place."""
+        for name in ("go", "open"):
+            self.places.open(name)
+
     def kill(self) -> None:
         self.running.signal(VICTIM, signal.SIGKILL)
         self._wait_for_loss()
@@ -299,11 +304,11 @@ def standing(strategy: Averaging, folder: Path, phase: str, rate: float = 0.05) 
             wait_for_policy(log, "a worker that waits", lambda policy: policy._groups.ready == {VICTIM})
         elif phase != "resting":
             wait_until(lambda: places.is_open("reached"), f"the victim {phase}")
+        fault = Fault(running, log, places)
         try:
-            yield Fault(running, log, places)
+            yield fault
         finally:
-            for name in ("go", "open"):
-                places.open(name)
+            fault.go_on()
 
 
 def check_end(ended: list[Ended], folder: Path, phase: str) -> None:

@@ -1,4 +1,4 @@
-"""Events of workers that train in lockstep."""
+"""Events of workers that train undisturbed."""
 
 from typing import Any
 

@@ -717,6 +717,17 @@ class AverageModels(ToMembers):
         joining = frozenset(self.joining)
         return tuple(member for member in self.members if member not in joining)
 
+    def weight_of(self, worker: int) -> float:
+        """Return a member's weight."""
+        return self.weights[self.members.index(worker)]
+
+    def makes_wait(self, worker: int) -> bool:
+        """Whether a member waits for its end, even where workers train on during averagings.
+
+        It does for a model with buffers, and if it sends or receives a state.
+        """
+        return self.includes_buffers or (bool(self.joining) and worker in (*self.joining, self.group[0]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CancelAveraging(ToMembers):

@@ -41,7 +41,7 @@ class OuterOptimizer:
 
     @property
     def buffers(self) -> int:
-        """Vectors that it keeps beside the anchor, all zero at first."""
+        """Vectors that it keeps in addition to the anchor, all zero at first."""
         return 1 if self.momentum_every == 1 else 2
 
     def step(self, anchor: Any, mean: Any, buffers: tuple[Any, ...], number: int) -> tuple[Any, ...]:

@@ -54,7 +54,6 @@ class GroupAveraging:
 
     always_needs_coordinator: ClassVar[bool] = False
     survives_worker_loss: ClassVar[bool]
-    quorum: int | str | None = None
 
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
@@ -68,20 +67,16 @@ class GroupAveraging:
         """See `Strategy.make_worker_protocol`."""
         return GroupProtocol(worker)
 
+    def _make_skipped_rounds(
+        self, loop: TrainingLoop, trained: TrainingState, binding: GroupBinding, context: AveragerContext
+    ) -> SkippedRounds | None:
+        """Make what takes part in rounds that close without this worker; None where none do."""
+        return None
+
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
         """See `Strategy.make_synchronizer`."""
 
         def averaging(binding: GroupBinding | None, context: AveragerContext) -> GradientAverager:
-            skipped = None
-            if self.quorum is not None and binding is not None:
-                skipped = SkippedRounds(
-                    trained,
-                    binding,
-                    context,
-                    workers=loop.world,
-                    bucket_bytes=self.bucket_bytes,
-                    timeout_s=self.timeout_s,
-                )
             return GradientAverager(
                 trained.model,
                 binding,
@@ -89,7 +84,9 @@ class GroupAveraging:
                 workers=loop.world,
                 bucket_bytes=self.bucket_bytes,
                 timeout_s=self.timeout_s,
-                skipped=skipped,
+                skipped=None
+                if binding is None
+                else self._make_skipped_rounds(loop, trained, binding, context),
             )
 
         return GroupSynchronizer(

@@ -8,7 +8,12 @@ from typing import Any, ClassVar, Literal
 
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.monitor import MonitoringMode
+from offbeat.runtime.averaging.group_binding import GroupBinding
+from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.training.interface import TrainingLoop
+from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies.base import GroupAveraging, assembly_spec
 
 
@@ -130,6 +135,20 @@ class PartialAllReduce(_PartialAveraging):
             return arguments
         quorum = {"size": self.quorum, "grace_s": self.grace, "staleness_steps_max": self.staleness}
         return {**arguments, "quorum": quorum}
+
+    def _make_skipped_rounds(
+        self, loop: TrainingLoop, trained: TrainingState, binding: GroupBinding, context: AveragerContext
+    ) -> SkippedRounds | None:
+        if self.quorum is None:
+            return None
+        return SkippedRounds(
+            trained,
+            binding,
+            context,
+            workers=loop.world,
+            bucket_bytes=self.bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
 
     def _classifier_arguments(self) -> dict[str, Any]:
         return {"k": self.k, "n_profile": self.n_profile, "limit": self.limit, "gate": self.gate}

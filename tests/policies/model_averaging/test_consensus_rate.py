@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from offbeat.events import AverageModels, Joined, ModelsAveraged, Ready
+from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.neighbour_pairs import neighbours_of
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
 from support.model_replay import mixing_matrix
+from support.round_events import joined, ready
 
 WORKERS, AVERAGINGS = 8, 200
 MODELS = 4  # independent ones, averaged by the same matrices
@@ -37,7 +39,7 @@ class Schedule:
         self.matrices = []
         self.models = [np.random.default_rng(seed).normal(size=(WORKERS, MODELS))]
         for worker in range(WORKERS):
-            self._handle(joined(worker))
+            self._handle(joined(worker, WORKERS))
         for worker in range(WORKERS):
             self._report(worker)  # that it has received the state
 
@@ -74,39 +76,12 @@ class Schedule:
                     continue
             elif not self._overlap and worker in self._ready_workers:
                 continue
-            self._handle(ready(worker, self._now_s))
+            self._handle(replace(ready(worker, 0), now_s=self._now_s))
         raise AssertionError(f"{len(self.matrices)} averagings in so many steps")
 
     @property
     def _ready_workers(self):
         return {worker for worker, _ in self._policy.state_dict()["groups"]["ready_s"]}
-
-
-def joined(worker):
-    return Joined(
-        now_s=0.0,
-        worker=worker,
-        world=WORKERS,
-        peer=f"worker-{worker}",
-        location="here",
-        addresses=(),
-        model_signature=(),
-        strategy="",
-    )
-
-
-def ready(worker, now_s):
-    return Ready(
-        now_s=now_s,
-        worker=worker,
-        generation=0,
-        epoch=0,
-        step=0,
-        round=0,
-        compute_s=0.1,
-        samples=0,
-        blocks=(),
-    )
 
 
 def groups_of_any(size):

@@ -51,8 +51,7 @@ def survivors(ended):
 def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.kill()
-        fault.places.open("go")
-        fault.places.open("open")
+        fault.go_on()
         ended = fault.running.ends()
     check_end(survivors(ended), tmp_path, phase)
 
@@ -62,8 +61,7 @@ def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
 def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.stop()
-        fault.places.open("go")
-        fault.places.open("open")
+        fault.go_on()
         others = [fault.running.end(rank) for rank in range(3) if rank != VICTIM]
         fault.running.signal(VICTIM, signal.SIGCONT)
         assert fault.running.end(VICTIM).error_type == "WorkerError"
@@ -75,8 +73,7 @@ def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
 def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.join(strategy, tmp_path, phase)
-        fault.places.open("go")
-        fault.places.open("open")
+        fault.go_on()
         ended = fault.running.ends()
     check_end(ended, tmp_path, phase)
 
@@ -86,8 +83,7 @@ def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
 def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.kill_coordinator()
-        fault.places.open("go")
-        fault.places.open("open")
+        fault.go_on()
         ended = fault.running.ends()
     check_end(ended, tmp_path, phase)
 
@@ -100,8 +96,7 @@ def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy)
 def test_a_worker_that_reaches_no_other_trains_alone_until_it_does(tmp_path, phase, strategy):
     with standing(strategy, tmp_path, phase) as fault:
         fault.cut()
-        fault.places.open("go")
-        fault.places.open("open")
+        fault.go_on()
         wait_until(lambda: len(entries_of(fault.log, Finished)) == 3, "the end of the loops")
         fault.places.close("cut")
         ended = fault.running.ends()

@@ -12,11 +12,11 @@ from torch.utils.data import TensorDataset
 import offbeat
 from offbeat.events import AverageModels, Joined, Lost
 from offbeat.runtime.collectives.interface import TensorMemory
-from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.runtime.devices.host import Host
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce, parse_strategy
+from support.equal_batches import batches_in_step
 from support.jobs import job
 from support.processes import run, values
 from support.run_logs import entries_of, wait_until
@@ -79,10 +79,7 @@ def test_with_all_workers_in_a_group_training_equals_one_process_with_all_batche
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.05)
     _, inputs, labels = data().tensors
     for epoch in range(2):
-        shards = EqualShards(
-            samples=SAMPLES, workers=3, batch_size=BATCH, seed=0, epoch=epoch, shuffle=True, drop_last=False
-        )
-        for batches in zip(*(shards.batches(worker) for worker in range(3)), strict=True):
+        for batches in batches_in_step(SAMPLES, 3, BATCH, epoch):
             optimizer.zero_grad()
             for batch in batches:
                 loss = nn.functional.cross_entropy(alone(inputs[batch]), labels[batch])
@@ -116,16 +113,7 @@ def diloco_in_one_process(workers, every, fragments):
     _, inputs, labels = data().tensors
     steps = 0
     for epoch in range(3):
-        shards = EqualShards(
-            samples=SAMPLES,
-            workers=workers,
-            batch_size=BATCH,
-            seed=0,
-            epoch=epoch,
-            shuffle=True,
-            drop_last=False,
-        )
-        for batches in zip(*(shards.batches(worker) for worker in range(workers)), strict=True):
+        for batches in batches_in_step(SAMPLES, workers, BATCH, epoch):
             for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(inputs[batch].double()), labels[batch]).backward()

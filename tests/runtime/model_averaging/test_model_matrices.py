@@ -8,10 +8,10 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from support.averaged_training import BATCH, SAMPLES, check_run, dataset, network, train
+from support.equal_batches import batches_in_step
 from support.model_replay import matrices_of
 from support.processes import run, values
 
@@ -107,16 +107,7 @@ def test_workers_in_step_in_a_group_of_all_average_their_models_after_each_step(
     alone = [NumpyWorker() for _ in range(workers)]
     inputs, labels = [tensor.numpy() for tensor in dataset().tensors]
     for epoch in range(2):
-        shards = EqualShards(
-            samples=SAMPLES,
-            workers=workers,
-            batch_size=BATCH,
-            seed=0,
-            epoch=epoch,
-            shuffle=True,
-            drop_last=False,
-        )
-        for batches in zip(*(shards.batches(worker) for worker in range(workers)), strict=True):
+        for batches in batches_in_step(SAMPLES, workers, BATCH, epoch):
             for worker, batch in zip(alone, batches, strict=True):
                 worker.step(inputs[batch], labels[batch])
             means = [np.mean(each, axis=0) for each in zip(*(one.parameters for one in alone), strict=True)]

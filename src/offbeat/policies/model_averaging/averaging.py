@@ -75,8 +75,9 @@ from offbeat.policies.data.worker_assigner import SoloBlockAssigner
 from offbeat.policies.membership.reachability import Reachability
 from offbeat.policies.membership.roster import Roster
 from offbeat.policies.model_averaging.epoch_means import EpochMeans
-from offbeat.policies.model_averaging.group_maker import GroupMaker
+from offbeat.policies.model_averaging.group_maker import GroupMaker, choose_meeting
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
+from offbeat.policies.model_averaging.weights import equal_weights
 
 GlobalEvery: TypeAlias = Literal["epoch"] | int | None
 
@@ -494,10 +495,7 @@ class ModelAveraging:
             return []
         actions: list[Action] = []
         while due:
-            group: tuple[int, ...] = ()
-            for worker in due:
-                if self._can_meet(group, worker):
-                    group = (*group, worker)
+            group = choose_meeting(due, self._can_meet)
             due = [worker for worker in due if worker not in group]
             for worker in group:
                 self._epoch_means.release(worker)
@@ -556,8 +554,7 @@ class ModelAveraging:
             return False
         if self._steps_since_mean < self._global_every * len(training):
             return False
-        first, *others = sorted(training)
-        return not self._reachability.outside_exclusions([first, *others], training)
+        return not self._reachability.outside_exclusions(training, training)
 
     def _complete(self) -> list[Action]:
         """Average all models once all loops have ended; then complete the job."""
@@ -594,7 +591,7 @@ class ModelAveraging:
         is_common: bool = False,
     ) -> AverageModels:
         """Begin an averaging; all have the same weight, and keep nothing of their own, without `weights`."""
-        weight_of = dict(zip(group, weights or (1.0 / len(group),) * len(group), strict=True))
+        weight_of = dict(zip(group, weights or equal_weights(len(group)), strict=True))
         for worker in joining if self._next_exchange else ():
             self._groups.add_newcomer(worker)
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS

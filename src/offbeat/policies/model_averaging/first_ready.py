@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from statistics import median
 from typing import Any, Final
 
 from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
+from offbeat.policies.model_averaging.step_times import StepTimes
 from offbeat.policies.model_averaging.weights import GroupWeights, ema_weights, equal_weights
 
 _STEPS_MEASURED: Final = 5
@@ -61,13 +61,12 @@ class FirstReadyGroups(ReadyWorkers):
         self._weights = weights
         self._clocks: dict[int, int] = {}
         self._lags: dict[int, int] = {}  # by member of an averaging, what its clock lacked to the highest
-        self._steps_s: dict[int, list[float]] = {}  # by worker, how long its last steps took
+        self._step_times = StepTimes(_STEPS_MEASURED)
         self._recent: deque[tuple[int, ...]] = deque()  # the last groups, fewer than `_window_max`
         self._window_max = 1  # the largest window so far
         self._held_since_s: float | None = None
         self.timeouts = 0
         # Derived from the calls, and not part of the state:
-        self._medians_s: dict[int, float] = {}  # by worker, of its last steps
         self._window: int | None = None  # None where it has to be computed
         self._formed = 0  # groups
         self._connected_from: int | None = None  # the groups from this number on connect all
@@ -84,8 +83,7 @@ class FirstReadyGroups(ReadyWorkers):
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""
         self._clocks[worker] = self._clocks.get(worker, 0) + 1
-        self._steps_s[worker] = [*self._steps_s.get(worker, []), step_s][-_STEPS_MEASURED:]
-        self._medians_s[worker] = median(self._steps_s[worker])
+        self._step_times.observe(worker, step_s)
 
     def end_averaging(self, worker: int, *, has_mean: bool) -> None:
         """See `GroupMaker.end_averaging`; after a mean of all, or at first, a worker has the newest model."""
@@ -100,8 +98,9 @@ class FirstReadyGroups(ReadyWorkers):
     def discard(self, worker: int) -> None:
         """See `GroupMaker.discard`."""
         super().discard(worker)
-        for by_worker in (self._clocks, self._lags, self._steps_s, self._medians_s):
-            by_worker.pop(worker, None)
+        self._clocks.pop(worker, None)
+        self._lags.pop(worker, None)
+        self._step_times.forget(worker)
         self._held_parts = None
 
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
@@ -199,8 +198,8 @@ class FirstReadyGroups(ReadyWorkers):
     def _new_window(self, others: int) -> int:
         if self._fixed_window is not None:
             return self._fixed_window
-        fastest_s = min(self._medians_s.values(), default=0.0)
-        slowdown = max(self._medians_s.values()) / fastest_s if fastest_s else 1.0
+        fastest_s, slowest_s = self._step_times.fastest_s, self._step_times.slowest_s
+        slowdown = slowest_s / fastest_s if fastest_s and slowest_s else 1.0
         least = math.ceil(others / (self._size - 1))
         return max(_LEAST_WINDOWS * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))
 
@@ -232,7 +231,7 @@ class FirstReadyGroups(ReadyWorkers):
             "ready_s": [list(entry) for entry in self._ready_s.items()],
             "clocks": [list(entry) for entry in self._clocks.items()],
             "lags": [list(entry) for entry in self._lags.items()],
-            "steps_s": [[worker, list(steps_s)] for worker, steps_s in self._steps_s.items()],
+            "step_times": self._step_times.state_dict(),
             "recent": [list(group) for group in self._recent],
             "window_max": self._window_max,
             "held_since_s": self._held_since_s,
@@ -243,8 +242,7 @@ class FirstReadyGroups(ReadyWorkers):
         """See `GroupMaker.load_state_dict`."""
         self._restore_ready(state["ready_s"])
         self._clocks, self._lags = dict(state["clocks"]), dict(state["lags"])
-        self._steps_s = {worker: list(steps_s) for worker, steps_s in state["steps_s"]}
-        self._medians_s = {worker: median(steps_s) for worker, steps_s in self._steps_s.items()}
+        self._step_times.load_state_dict(state["step_times"])
         self._recent = deque(tuple(group) for group in state["recent"])
         self._formed = len(self._recent)
         self._window_max = state["window_max"]

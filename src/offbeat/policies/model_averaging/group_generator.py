@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterable
 from typing import Any, Final, Literal, TypeAlias
 
-from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers, choose_meeting
 
 GroupMode: TypeAlias = Literal["static", "random", "smart"]
 GROUP_MODES: Final = ("static", "random", "smart")
@@ -98,7 +98,7 @@ class GroupGenerator(ReadyWorkers):
             members = self._decided[number]
             if all(one in self._ready_s and self._numbers_of[one][0] == number for one in members):
                 self._end_group(number)
-                group = self.take(self._meeting(members, can_meet))
+                group = self.take(choose_meeting(self._in_order(members), can_meet))  # others stay ready
                 for worker in members:
                     self._look_at(worker)
                 return group
@@ -116,14 +116,6 @@ class GroupGenerator(ReadyWorkers):
             self._changed.add(self._numbers_of[worker][0])
         elif worker in self._ready_s:
             self._asking.add(worker)
-
-    def _meeting(self, members: list[int], can_meet: CanMeet) -> list[int]:
-        """Return those that can meet the first one to be ready, and each other; the others stay ready."""
-        chosen: list[int] = []
-        for worker in self._in_order(members):
-            if can_meet(tuple(chosen), worker):
-                chosen.append(worker)
-        return chosen
 
     def _add_groups(self, groups: Iterable[list[int]]) -> None:
         """Give groups their numbers, in the order of their decision."""

@@ -9,9 +9,19 @@ from collections.abc import Callable, Iterable, Set
 from typing import Any, Protocol
 
 from offbeat.events import OuterStep
+from offbeat.policies.model_averaging.weights import equal_weights
 
 CanMeet = Callable[[tuple[int, ...], int], bool]
 """(members, worker) -> whether the worker can exchange with all of the members."""
+
+
+def choose_meeting(workers: Iterable[int], can_meet: CanMeet) -> tuple[int, ...]:
+    """Return those of the workers that can meet the first one, and each other; in their order."""
+    chosen: tuple[int, ...] = ()
+    for worker in workers:
+        if can_meet(chosen, worker):
+            chosen = (*chosen, worker)
+    return chosen
 
 
 class GroupMaker(Protocol):
@@ -139,7 +149,7 @@ class ReadyWorkers:
 
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """See `GroupMaker.weights`."""
-        return (1.0 / len(group),) * len(group)
+        return equal_weights(len(group))
 
     def outer_step(self, group: tuple[int, ...]) -> OuterStep | None:
         """See `GroupMaker.outer_step`."""

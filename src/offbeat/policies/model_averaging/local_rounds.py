@@ -5,14 +5,13 @@ A component of policies. It knows workers and times only.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from statistics import median
 from typing import Any, Final
 
 from offbeat.events import OuterStep
 from offbeat.policies.membership.quorum import workers_needed
-from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
+from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers, choose_meeting
+from offbeat.policies.model_averaging.step_times import StepTimes
 
 _STEPS_KEPT: Final = 9
 _FIRST_STEPS: Final = 5
@@ -70,7 +69,7 @@ class LocalRounds(ReadyWorkers):
         self._next_versions: dict[int, tuple[int, list[int]]] = {}
         self._every, self._quorum, self._grace_s, self._by_pace = every, quorum, grace_s, by_pace
         self._began_s: float | None = None  # when the round under way began
-        self._step_s: dict[int, deque[float]] = {}  # by worker, the times of its last steps
+        self._step_times = StepTimes(_STEPS_KEPT)
         self._fastest_s: float | None = None  # the shortest median when the last round closed
         self._samples: dict[int, int] = {}  # by worker, in no round yet
         self._contributed: dict[int, int] = {}  # of these, by worker, those in the round that it is in
@@ -79,7 +78,7 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.observe_step`; a batch of unknown size counts as one sample."""
         if self._began_s is None:
             self._began_s = now_s - step_s
-        self._step_s.setdefault(worker, deque(maxlen=_STEPS_KEPT)).append(step_s)
+        self._step_times.observe(worker, step_s)
         self._samples[worker] = self._samples.get(worker, 0) + max(1, samples)
 
     def on_joined(self, worker: int, host: str) -> None:
@@ -111,7 +110,7 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.discard`."""
         super().discard(worker)
         self._workers.discard(worker)
-        self._step_s.pop(worker, None)
+        self._step_times.forget(worker)
         self._samples.pop(worker, None)
         self._contributed.pop(worker, None)
         self._versions.pop(worker, None)
@@ -129,7 +128,7 @@ class LocalRounds(ReadyWorkers):
         if len(ready) < len(expected) and not self._is_grace_over(ready[needed - 1], now_s):
             return None
         newest = self._newest(workers, self._rounds % max(1, self._fragments))
-        group = self._meeting(sorted(ready, key=lambda worker: worker not in newest), can_meet)
+        group = choose_meeting(sorted(ready, key=lambda worker: worker not in newest), can_meet)
         if len(group) < needed or newest.isdisjoint(group):
             return None
         self._began_s = now_s
@@ -152,20 +151,13 @@ class LocalRounds(ReadyWorkers):
         grace_s = _GRACE_SHARE * (since_s - began_s) if self._grace_s is None else self._grace_s
         return now_s > since_s + grace_s
 
-    def _meeting(self, workers: Iterable[int], can_meet: CanMeet) -> list[int]:
-        chosen: list[int] = []
-        for worker in workers:
-            if can_meet(tuple(chosen), worker):
-                chosen.append(worker)
-        return chosen
-
     def weights(self, group: tuple[int, ...]) -> tuple[float, ...]:
         """See `GroupMaker.weights`: by samples."""
         if self._behind is None:
             return super().weights(group)
         samples = {worker: self._samples.get(worker, 0) for worker in group if worker not in self._behind}
         self._contributed |= samples
-        self._fastest_s = min((median(times_s) for times_s in self._step_s.values()), default=None)
+        self._fastest_s = self._step_times.fastest_s
         total = sum(samples.values())
         if not total:
             samples, total = dict.fromkeys(samples, 1), len(samples)
@@ -202,17 +194,17 @@ class LocalRounds(ReadyWorkers):
         every = self._every * (part + 1) // parts - self._every * part // parts
         if not self._by_pace:
             return every
-        times_s = self._step_s.get(worker)
-        if times_s is None or not self._fastest_s:
+        median_s = self._step_times.median_s(worker)
+        if median_s is None or not self._fastest_s:
             return min(_FIRST_STEPS, every)
-        return max(1, round(every * self._fastest_s / max(self._fastest_s, median(times_s))))
+        return max(1, round(every * self._fastest_s / max(self._fastest_s, median_s)))
 
     def state_dict(self) -> dict[str, Any]:
         """See `GroupMaker.state_dict`."""
         return {
             "ready_s": [list(entry) for entry in self._ready_s.items()],
             "began_s": self._began_s,
-            "step_s": [[worker, list(times_s)] for worker, times_s in self._step_s.items()],
+            "step_times": self._step_times.state_dict(),
             "fastest_s": self._fastest_s,
             "samples": [list(entry) for entry in self._samples.items()],
             "contributed": [list(entry) for entry in self._contributed.items()],
@@ -229,7 +221,7 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.load_state_dict`."""
         self._restore_ready(state["ready_s"])
         self._began_s = state["began_s"]
-        self._step_s = {worker: deque(times_s, maxlen=_STEPS_KEPT) for worker, times_s in state["step_s"]}
+        self._step_times.load_state_dict(state["step_times"])
         self._fastest_s = state["fastest_s"]
         self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])
         self._workers, self._rounds, self._version = set(state["workers"]), state["rounds"], state["version"]

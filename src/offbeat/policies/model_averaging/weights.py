@@ -65,5 +65,5 @@ def mean_share(averaging: AverageModels, worker: int) -> float:
     if not averaging.keeps_own_share:
         return 1.0
     count = len(averaging.members)
-    others = 1 - averaging.weights[averaging.members.index(worker)]
+    others = 1 - averaging.weight_of(worker)
     return (count - 1) / (count * max(others, _OTHERS_LEAST))

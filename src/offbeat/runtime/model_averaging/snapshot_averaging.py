@@ -65,12 +65,8 @@ class SnapshotAveraging:
         self._pending: list[PendingExchange] | None = None  # its exchanges
 
     def trains_on(self, averaging: AverageModels) -> bool:
-        """Whether the worker trains on during an averaging.
-
-        It does not without overlap, at the end, nor if it sends or receives a state.
-        """
-        is_sender = bool(averaging.joining) and self._client.worker == averaging.group[0]
-        return self._overlap and self.is_of_snapshots(averaging) and not is_sender
+        """Whether the worker trains on during an averaging."""
+        return self._overlap and not averaging.makes_wait(self._client.worker)
 
     def is_of_snapshots(self, averaging: AverageModels) -> bool:
         """Whether snapshots are averaged, this worker's among them; else the models as they are."""
@@ -102,7 +98,7 @@ class SnapshotAveraging:
         pending = self._parameters.all_reduce_snapshot(
             exchange,
             exchange_id=averaging.exchange_id,
-            weight=averaging.weights[averaging.members.index(worker)],
+            weight=averaging.weight_of(worker),
             fragment=self._fragment_of(averaging),
         )
         if self._outer is not None and averaging.outer_step is not None:

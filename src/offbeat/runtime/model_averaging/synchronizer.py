@@ -410,11 +410,10 @@ class ModelAveragingSynchronizer:
     def _average_models(self, averaging: AverageModels, group: Sequence[int]) -> None:
         exchange = self._open_exchange(group)
         position = group.index(self._loop.worker)
-        weight = averaging.weights[averaging.members.index(self._loop.worker)]
+        weight = averaging.weight_of(self._loop.worker)
         assert self._parameters is not None
-        flats = [self._parameters]
-        if averaging.includes_buffers:
-            flats.append(FlatTensors(lambda: list(self._trained.model.buffers()), self._memory))
+        buffers = FlatTensors(lambda: list(self._trained.model.buffers()), self._memory)
+        flats = [self._parameters, buffers]
         for one in flats:
             one.pack(weight, is_first=position == 0)
         pending: list[PendingExchange] = []

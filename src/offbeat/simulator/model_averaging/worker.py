@@ -143,18 +143,12 @@ class AveragingWorker(SimulatedWorker):
         self.answer(action)
         if isinstance(action, AverageModels):
             self._open_sessions_with(action.members)
-            if self._is_overlapped(action):
+            if self.cluster.overlap and not action.makes_wait(self.worker):
                 self.cluster.enter_averaging(self, action)
             elif self.activity != COMPUTING and self.activity != REQUESTING:
                 self._take_part(action)
         elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
             self._give_up()
-
-    def _is_overlapped(self, averaging: AverageModels) -> bool:
-        """Whether this worker trains on: it waits where it sends or receives a state, and at the end."""
-        if not self.cluster.overlap or averaging.includes_buffers:
-            return False
-        return not averaging.joining or self.worker not in (*averaging.joining, averaging.group[0])
 
     def _take_part(self, averaging: AverageModels) -> None:
         """Take part in an averaging, unless it is cancelled already, and wait for its end."""
