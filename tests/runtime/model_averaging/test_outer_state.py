@@ -109,6 +109,8 @@ def test_a_round_of_a_part_changes_no_other_part():
     worker.value.fill_(2.0)
     worker.average(1.0, fragment=1)
     assert worker.value.tolist() == [2.0, 2.0, 1.0, 1.0]
+    worker.average(5.0, fragment=0)
+    assert worker.value.tolist() == [5.0, 5.0, 1.0, 1.0]
 
 
 def test_parts_hold_all_elements_once_though_there_are_fewer_elements_than_parts():
