@@ -53,6 +53,46 @@ def jittered(chance: random.Random, low_s: float, high_s: float, factor: float, 
     return lambda worker, at: chance.uniform(low_s, high_s) * (factor if worker == 1 and at < until else 1)
 
 
+# Workers that make as many steps as they can ----------------------------------------------------------
+
+
+def own_steps(made: StragglerClassifier, epochs: int, steps_of: dict[int, int], slow: int) -> list:
+    """Epochs in which each worker makes so many steps, one after the other in turn."""
+    return [
+        change
+        for epoch in range(epochs)
+        for step in range(max(steps_of.values()))
+        for worker, steps in steps_of.items()
+        if step < steps
+        for change in made.observe_next(worker, epoch=epoch, compute_s=SLOW_S if worker == slow else FAST_S)
+    ]
+
+
+def test_a_slow_worker_with_few_steps_in_an_epoch_is_found():
+    made = classifier()
+    changes = own_steps(made, epochs=5, steps_of={0: 12, 1: 3, 2: 12, 3: 12}, slow=1)
+    assert [(change.worker, change.epoch) for change in changes] == [(1, 4)]  # after 4 epochs of 3 slow steps
+
+
+def test_a_profile_has_what_there_is_when_its_epoch_ends():
+    made = classifier()
+    own_steps(made, epochs=1, steps_of={0: 3, 1: 3, 2: 3, 3: 3}, slow=1)
+    assert made.threshold_s(0) is None
+    made.observe_next(0, epoch=1, compute_s=FAST_S)
+    assert made.threshold_s(0) == pytest.approx(2 * FAST_S)
+
+
+def test_own_steps_of_an_epoch_are_counted_from_its_first_one():
+    counted, given = classifier(), classifier()
+    for epoch, steps in enumerate((7, 2, 9)):
+        for step in range(steps):
+            for worker in range(4):
+                time_s = FAST_S * (1 + step % 3)
+                counted.observe_next(worker, epoch=epoch, compute_s=time_s)
+                given.observe(worker, epoch=epoch, iteration=step, compute_s=time_s)
+    assert counted.state_dict() == given.state_dict()
+
+
 # The paper's promises -----------------------------------------------------------------------------------
 
 

@@ -96,16 +96,12 @@ class _WorkerState:
         place: host and process id.
         has_begun: it is ready to take steps.
         has_finished: its loop has ended.
-        epoch: of its last step.
-        iteration: of that step in its epoch.
     """
 
     peer: str
     place: str
     has_begun: bool = False
     has_finished: bool = False
-    epoch: int = -1
-    iteration: int = -1
 
 
 class BoundedStaleness:
@@ -412,12 +408,7 @@ class BoundedStaleness:
     def _observe(self, event: StepFinished, entry: _WorkerState) -> None:
         if self._classifier is None:
             return
-        entry.iteration = entry.iteration + 1 if entry.epoch == event.epoch else 0
-        entry.epoch = event.epoch
-        verdicts = self._classifier.observe(
-            event.worker, epoch=event.epoch, iteration=entry.iteration, compute_s=event.compute_s
-        )
-        if verdicts:
+        if self._classifier.observe_next(event.worker, epoch=event.epoch, compute_s=event.compute_s):
             self._gate.set_stragglers(self._classifier.stragglers)
 
     def _on_samples_requested(self, event: SamplesRequested) -> list[Action]:

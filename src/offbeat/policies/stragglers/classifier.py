@@ -70,6 +70,7 @@ class _Window:
 
     Attributes:
         before: the threshold that judges until the last of them.
+        pending: workers whose times of its last iteration have not come.
         times_s: per iteration, each normal worker's time in seconds.
         waiting: observations that the new threshold will judge: worker, iteration, time in seconds.
     """
@@ -78,6 +79,7 @@ class _Window:
     first: int
     last: int
     before: _Threshold | None
+    pending: set[int]
     times_s: list[dict[int, float]]
     waiting: list[tuple[int, int, float]] = field(default_factory=list)
 
@@ -96,7 +98,8 @@ class StragglerClassifier:
     iteration that completes the profile is already judged by the new one. So a worker that is slow from the
     start is found in iteration n_profile - 1 + limit of the first epoch and after `limit` iterations later.
     An observation that has to wait for the profile is judged when the last normal worker's time has come; the
-    order in which the workers of an iteration are observed does not matter.
+    order in which the workers of an iteration are observed does not matter. Where workers make as many steps
+    as they can, an epoch may have too few iterations of a slow one: a profile also ends with its epoch.
 
     *Observed workers.* Stragglers are still observed, at their own pace and with their own iteration counts;
     the newest threshold judges them. No profile waits for them: it consists of normal workers only. A worker
@@ -297,6 +300,7 @@ class StragglerClassifier:
         del self._workers[worker]
         self._found_this_epoch.discard(worker)
         if self._window is not None:
+            self._leave_window(worker)
             self._window.waiting = [
                 observation for observation in self._window.waiting if observation[0] != worker
             ]
@@ -310,6 +314,12 @@ class StragglerClassifier:
                 for other, record in self._workers.items()
             ]
         return self._close_window()
+
+    def observe_next(self, worker: int, *, epoch: int, compute_s: float) -> list[ClassChange]:
+        """Judge a worker's next iteration of an epoch, where iterations are its own steps; see `observe`."""
+        record = self._workers.get(worker)
+        iteration = record.iteration + 1 if record is not None and record.epoch == epoch else 0
+        return self.observe(worker, epoch=epoch, iteration=iteration, compute_s=compute_s)
 
     def observe(self, worker: int, *, epoch: int, iteration: int, compute_s: float) -> list[ClassChange]:
         """Judge one computed iteration, and return the resulting changes of class.
@@ -334,10 +344,18 @@ class StragglerClassifier:
         record.epoch, record.iteration = epoch, iteration
         if not record.straggler and not record.takes_part:
             record.takes_part = self._is_at_the_front(epoch, iteration)
+            window = self._window
+            if record.takes_part and window is not None and (epoch, iteration) < (window.epoch, window.last):
+                window.pending.add(worker)
         if not record.takes_part:
             return self._judge(worker, epoch, iteration, compute_s, self._newest)
+        changes: list[ClassChange] = []
         if self._front is None or self._front < (epoch, iteration):
-            self._advance(epoch, iteration)
+            changes = self._advance(epoch, iteration)
+        return changes + self._judge_by_epoch(worker, epoch, iteration, compute_s)
+
+    def _judge_by_epoch(self, worker: int, epoch: int, iteration: int, compute_s: float) -> list[ClassChange]:
+        """Note a time for the profile under way, and judge it by the threshold of its epoch."""
         window = self._window
         if self._is_static:
             threshold = self._newest if iteration >= self._skip_first_iters else None
@@ -354,6 +372,7 @@ class StragglerClassifier:
         if iteration <= window.last:
             window.times_s[iteration - window.first][worker] = compute_s
         if iteration >= window.last:
+            window.pending.discard(worker)
             window.waiting.append((worker, iteration, compute_s))
             return self._close_window()
         return self._judge(worker, epoch, iteration, compute_s, window.before)
@@ -375,9 +394,13 @@ class StragglerClassifier:
             return abs(iteration - front_iteration) <= 1
         return (epoch, iteration) == (front_epoch + 1, 0)
 
-    def _advance(self, epoch: int, iteration: int) -> None:
-        """Advance the front to a new iteration; a new epoch opens a new window."""
+    def _advance(self, epoch: int, iteration: int) -> list[ClassChange]:
+        """Advance the front to a new iteration; a new epoch ends the window under way, and opens one."""
+        changes: list[ClassChange] = []
         if self._front is None or epoch > self._front[0]:
+            if self._window is not None:
+                self._window.pending.clear()
+                changes = self._close_window()
             if self._front is not None and self._iterations_per_epoch is None and self._front[0] == epoch - 1:
                 self._iterations_seen = self._front[1] + 1
             self._found_this_epoch.clear()
@@ -385,6 +408,7 @@ class StragglerClassifier:
             self._front = (epoch, iteration)
             self._open_window(epoch, max(iteration, self._skip_first_iters), self._newest)
         self._front = (epoch, iteration)
+        return changes
 
     def _open_window(self, epoch: int, first: int, before: _Threshold | None) -> None:
         if self._is_static:
@@ -395,24 +419,24 @@ class StragglerClassifier:
                 judged=self._judged_per_epoch(),
                 bound=self._false_alarm,
             )
+        last = first + self._n_profile - 1
         self._window = _Window(
             epoch=epoch,
             first=first,
-            last=first + self._n_profile - 1,
+            last=last,
             before=before if self._window_judge == "previous" else None,
+            pending={
+                worker
+                for worker, record in self._workers.items()
+                if record.takes_part and (record.epoch, record.iteration) < (epoch, last)
+            },
             times_s=[{} for _ in range(self._n_profile)],
         )
 
     def _close_window(self) -> list[ClassChange]:
         """Set the threshold once all workers of the profile are through, and judge waiting observations."""
         window = self._window
-        if window is None:
-            return []
-        if any(
-            (record.epoch, record.iteration) < (window.epoch, window.last)
-            for record in self._workers.values()
-            if record.takes_part
-        ):
+        if window is None or window.pending:
             return []
         iterations_s = _usual_iterations([times_s for times_s in window.times_s if times_s])
         if not iterations_s:
@@ -564,6 +588,7 @@ class StragglerClassifier:
     def _make_straggler(self, worker: int, epoch: int, iteration: int, reason: str) -> ClassChange:
         record = self._workers[worker]
         record.straggler, record.takes_part, record.count = True, False, self._limit
+        self._leave_window(worker)
         record.held.clear()
         self._found_this_epoch.add(worker)
         return ClassChange(worker=worker, is_straggler=True, epoch=epoch, iteration=iteration, reason=reason)
@@ -573,8 +598,14 @@ class StragglerClassifier:
     ) -> ClassChange:
         record = self._workers[worker]
         record.straggler, record.takes_part, record.count = False, False, count
+        self._leave_window(worker)
         self._found_this_epoch.discard(worker)
         return ClassChange(worker=worker, is_straggler=False, epoch=epoch, iteration=iteration, reason=reason)
+
+    def _leave_window(self, worker: int) -> None:
+        """Let the profile under way wait for a worker no more."""
+        if self._window is not None:
+            self._window.pending.discard(worker)
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -603,6 +634,7 @@ class StragglerClassifier:
                 "first": window.first,
                 "last": window.last,
                 "before": _threshold_to_plain(window.before),
+                "pending": sorted(window.pending),
                 "times_s": [[list(entry) for entry in times_s.items()] for times_s in window.times_s],
                 "waiting": [list(entry) for entry in window.waiting],
             },
@@ -640,6 +672,7 @@ class StragglerClassifier:
                 first=window["first"],
                 last=window["last"],
                 before=_threshold_from_plain(window["before"]),
+                pending=set(window["pending"]),
                 times_s=[dict(times_s) for times_s in window["times_s"]],
                 waiting=[
                     (worker, iteration, compute_s) for worker, iteration, compute_s in window["waiting"]
