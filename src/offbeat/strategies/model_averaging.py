@@ -34,6 +34,7 @@ class AveragesModels:
     shards: Literal["dynamic", "equal"] = "dynamic"
     overlap: bool = True
     global_every: GlobalEvery = "epoch"
+    detector: Literal["on", "off"] = "on"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ class PReduce(AveragesModels):
         global_every: when all models are averaged: "epoch" for the end of each epoch of `session.batches`,
             where workers wait for each other, buffers included; a number for each time that workers have made
             as many steps on average; None for the end of the training only.
+        detector: "on" classes workers as stragglers by their compute times, and by how long averagings with
+            them take: no group waits for one, and one with a slow line averages less often.
         timeout_s: how long a live worker may keep others waiting before it is rejected, in seconds.
 
     Raises:
@@ -134,7 +137,7 @@ class ADPSGD(AveragesModels):
         topology: "ring", "exponential" or "complete": which workers may form a pair. All are bipartite:
             every second worker, in the order of their ids, asks one of the others that has ended a step.
         seed: of the choice among several.
-        shards, overlap, global_every, timeout_s: see `PReduce`.
+        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -165,7 +168,7 @@ class Prague(AveragesModels):
         lag: under "smart", a worker that asks leaves out those that were ready `lag` times less often: a fast
             worker chooses no slow one, and a slow one may choose fast ones. None for no such filter.
         seed: of the draws.
-        shards, overlap, global_every, timeout_s: see `PReduce`.
+        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -202,7 +205,7 @@ class LocalSGD(AveragesModels):
         grace: how long it is put off for the others, in seconds; by default a quarter of the time since the
             last one.
         by_pace: slower workers make fewer steps; else all make `every`.
-        shards, overlap, global_every, timeout_s: see `PReduce`.
+        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -245,7 +248,7 @@ class DiLoCo(LocalSGD):
         mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
             below 1.
         quorum, grace, by_pace: see `LocalSGD`.
-        shards, overlap, global_every, timeout_s: see `PReduce`.
+        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.

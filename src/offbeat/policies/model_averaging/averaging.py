@@ -8,13 +8,16 @@ it is *ready* for an averaging: `AverageModels.steps` says after how many. An `A
 workers that are ready, and its weights. When the worker has the mean, or has given up, it reports
 `ModelsAveraged`. Without `overlap` it waits in between. With it, it trains on: its Ready publishes a
 *snapshot* of its model, of which the mean is made, and at the end of a later step it adds the mean less its
-snapshot to its model, and then reports. The policy owns four parts and decides only what passes between them:
+snapshot to its model, and then reports. The policy owns parts and decides only what passes between them:
 `Roster` (the workers of the job), a `GroupMaker` (who is ready, and the groups), `SoloBlockAssigner` (the
-samples, with shards="dynamic"), `Reachability` (outages between workers).
+samples, with shards="dynamic"), `Reachability` (outages between workers), `StragglerWatch`.
 
 A worker is in at most one averaging, from its AverageModels to its ModelsAveraged. Exchange ids ascend, so
 that each member's do. With overlap this is what keeps models from diverging: a worker that is averaged again
 before it has added the last difference would be drawn to the mean twice by the same snapshot.
+
+*Stragglers.* `StragglerWatch` judges workers by their steps and by how long averagings with them take. No
+group waits for a straggler, and one with a slow line makes more steps between two averagings.
 
 A worker that waits for samples rests: no group waits for it, since it may wait for blocks that a worker of
 the group has begun.
@@ -77,6 +80,7 @@ from offbeat.policies.membership.roster import Roster
 from offbeat.policies.model_averaging.epoch_means import EpochMeans
 from offbeat.policies.model_averaging.group_maker import GroupMaker, choose_meeting
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS
+from offbeat.policies.model_averaging.straggler_watch import StragglerWatch
 from offbeat.policies.model_averaging.weights import equal_weights
 
 GlobalEvery: TypeAlias = Literal["epoch"] | int | None
@@ -93,6 +97,7 @@ class _Averaging:
     Attributes:
         pending: members that have not reported its end.
         steps: one per member, see `AverageModels`.
+        judged_from_s: when it began, where its duration is that of a group's exchange; until it is judged.
         is_common: it leaves its members with the same model, buffers included: after an epoch, or at the end.
         is_cancelled: its members have been asked to give up.
     """
@@ -102,6 +107,7 @@ class _Averaging:
     pending: set[int]
     steps: tuple[int, ...]
     is_common: bool
+    judged_from_s: float | None = None
     is_cancelled: bool = False
 
 
@@ -116,6 +122,7 @@ class ModelAveraging:
         shards: "dynamic" assigns samples as they are needed; with "equal" none are assigned.
         overlap: workers train on while their models are averaged.
         global_every: when all workers average: "epoch", a number of steps, or None for only at the end.
+        detector: "on" judges workers by `StragglerWatch`; "off" treats all alike.
         timeout_s: how long other workers wait for a worker that trains, in seconds.
         keeps_own_share: see `AverageModels`; not where all models are to be equal afterwards, and not where a
             member sends its model to new workers.
@@ -132,6 +139,7 @@ class ModelAveraging:
         shards: Literal["dynamic", "equal"],
         overlap: bool,
         global_every: GlobalEvery,
+        detector: Literal["on", "off"],
         timeout_s: float,
         keeps_own_share: bool = False,
     ) -> None:
@@ -145,6 +153,8 @@ class ModelAveraging:
             raise ValueError(
                 f"expected global_every to be epoch, at least 1 step, or None, got {global_every!r}"
             )
+        if detector not in ("on", "off"):
+            raise ValueError(f"expected the detector on or off, got {detector!r}")
         check_seconds("timeout_s", timeout_s)
         self._global_every = global_every
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
@@ -152,6 +162,7 @@ class ModelAveraging:
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._reachability = Reachability()
+        self._watch = StragglerWatch(is_on=detector == "on")
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
@@ -215,6 +226,7 @@ class ModelAveraging:
             "groups": self._groups.state_dict(),
             "assigner": None if self._assigner is None else self._assigner.state_dict(),
             "reachability": self._reachability.state_dict(),
+            "watch": self._watch.state_dict(),
             "averagings": [
                 [exchange_id, {**asdict(one), "pending": sorted(one.pending)}]
                 for exchange_id, one in self._averagings.items()
@@ -240,6 +252,7 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.load_state_dict(state["assigner"])
         self._reachability.load_state_dict(state["reachability"])
+        self._watch.load_state_dict(state["watch"])
         self._averagings = {
             exchange_id: _Averaging(
                 **entry
@@ -267,6 +280,7 @@ class ModelAveraging:
         if not self._roster.add(event):
             return
         self._groups.on_joined(event.worker, event.host)
+        self._watch.add(event.worker)
         if self._assigner is not None:
             self._assigner.on_joined(event.worker)
 
@@ -283,6 +297,7 @@ class ModelAveraging:
         if (began_s := self._began_s.get(event.worker)) is not None:
             step_s = max(0.0, event.now_s - began_s)
             self._groups.observe_step(event.worker, event.now_s, samples=event.samples, step_s=step_s)
+            self._watch.observe_step(event, step_s)
         self._began_s[event.worker] = self._active_s[event.worker] = event.now_s
         self._epoch_means.observe_step(event.worker, event.epoch)
         self._equal.discard(event.worker)
@@ -311,6 +326,9 @@ class ModelAveraging:
             self._began_s[event.worker] = event.now_s
         self._active_s[event.worker] = event.now_s
         if event.has_mean:
+            if averaging.judged_from_s is not None:
+                self._watch.observe_averaging(averaging.members, event.now_s - averaging.judged_from_s)
+                averaging.judged_from_s = None
             if event.exchange_id == self._last_common:
                 self._equal.add(event.worker)
             elif len(averaging.members) > 1:
@@ -352,6 +370,7 @@ class ModelAveraging:
         self._roster.require(event, event.worker)
         self._roster.finish(event.worker)
         self._groups.discard(event.worker)
+        self._watch.remove(event.worker)
         self._epoch_means.forget(event.worker)
         self._finished_s[event.worker] = event.now_s
         if self._assigner is not None:
@@ -364,6 +383,7 @@ class ModelAveraging:
         self._groups.discard(worker)
         for by_worker in (self._steps_left, self._began_s, self._active_s, self._finished_s):
             by_worker.pop(worker, None)
+        self._watch.remove(worker)
         self._reachability.forget(worker)
         self._epoch_means.forget(worker)
         self._equal.discard(worker)
@@ -506,6 +526,7 @@ class ModelAveraging:
     def _form_groups(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
         expected = self._update_expected()
+        self._groups.set_stragglers(self._watch.stragglers)
         if self._is_global_mean_due(expected):
             if not expected <= self._groups.ready:
                 return []
@@ -514,16 +535,18 @@ class ModelAveraging:
             reason = f"all models were averaged {self._global_every} steps ago"
             return [self._begin_averaging(everyone, self._joining(everyone), reason)]
         while group := self._next_group(expected, now_s):
-            reason = f"workers {', '.join(map(str, group))} are ready"
-            actions.append(
-                self._begin_averaging(
-                    group,
-                    self._joining(group),
-                    reason,
-                    weights=self._groups.weights(group),
-                    outer_step=self._groups.outer_step(group),
-                )
+            reason = f"workers {', '.join(map(str, group))} are ready{self._watch.pop_reasons(group)}"
+            joining = self._joining(group)
+            action = self._begin_averaging(
+                group,
+                joining,
+                reason,
+                weights=self._groups.weights(group),
+                outer_step=self._groups.outer_step(group),
             )
+            if len(group) > 1 and not joining:
+                self._averagings[action.exchange_id].judged_from_s = now_s
+            actions.append(action)
         return actions
 
     def _update_expected(self) -> frozenset[int]:
@@ -596,7 +619,7 @@ class ModelAveraging:
             self._groups.add_newcomer(worker)
         exchange_id, self._next_exchange = self._next_exchange, self._next_exchange + EXCHANGE_IDS
         members = tuple(sorted((*group, *joining)))
-        steps = tuple(self._groups.steps(member) for member in members)
+        steps = tuple(max(self._groups.steps(member), self._watch.least_steps(member)) for member in members)
         self._averagings[exchange_id] = _Averaging(
             members=members, joining=joining, pending=set(members), steps=steps, is_common=is_common
         )

@@ -28,7 +28,8 @@ class FirstReadyGroups(ReadyWorkers):
     even through others, drift apart. Therefore each window of consecutive groups connects all workers that
     train: a group that would leave them unconnected takes the first ready worker from each unconnected part,
     and waits for one if there is none, but for no longer than `hold_timeout_s`. At the start, after a worker
-    has come, or when the window shrinks, several groups may pass before all are connected.
+    has come, or when the window shrinks, several groups may pass before all are connected. Stragglers need
+    no such connection, since their paces differ, and no group waits for one.
 
     By default the window of N workers in groups of P has max(4 ceil((N-1) / (P-1)), ceil(1.5 (N-1) f / P))
     groups: four times the least that connects all, or as many as the others form in 1.5 steps of the slowest
@@ -113,7 +114,8 @@ class FirstReadyGroups(ReadyWorkers):
         """See `GroupMaker.pop_group`; None where workers have to wait."""
         if self._has_new_arguments(expected, can_meet):
             self._window = self._connected_from = self._part_of = self._held_parts = None
-        size = min(self._size, len(expected))
+        absent = sum(worker in expected and worker not in self._ready_s for worker in self._stragglers)
+        size = min(self._size, len(expected) - absent)
         if len(self._ready_s) < size or size == 0:
             return None
         part_of = self._find_parts(expected)
@@ -124,7 +126,8 @@ class FirstReadyGroups(ReadyWorkers):
         if len(chosen) < size:
             return None
         touched = {part_of[worker] for worker in chosen if worker in part_of}
-        if part_of and len(touched) < min(size, len(set(part_of.values()))):
+        can_touch = size - sum(worker in self._stragglers for worker in chosen)
+        if part_of and len(touched) < min(can_touch, len(set(part_of.values()))):
             if self._held_since_s is None:
                 self._held_since_s = now_s
             if now_s - self._held_since_s <= self._hold_s:
@@ -184,7 +187,7 @@ class FirstReadyGroups(ReadyWorkers):
         Empty where they connect all, or while there are fewer groups than that.
         """
         if self._window is None:
-            self._window = self._new_window(len(expected) - 1)
+            self._window = self._new_window(len(expected - self._stragglers) - 1)
             self._window_max = max(self._window_max, self._window)
         before = self._window - 1
         if before < 0 or len(self._recent) < before:
@@ -192,13 +195,14 @@ class FirstReadyGroups(ReadyWorkers):
         if self._connected_from is not None and self._connected_from >= self._formed - before:
             return {}
         if self._part_of is None:
-            self._part_of = self._connect(expected, before)
+            self._part_of = self._connect(expected - self._stragglers, before)
         return self._part_of
 
     def _new_window(self, others: int) -> int:
         if self._fixed_window is not None:
             return self._fixed_window
-        fastest_s, slowest_s = self._step_times.fastest_s, self._step_times.slowest_s
+        fastest_s = self._step_times.fastest_s
+        slowest_s = self._step_times.slowest_s(besides=self._stragglers)
         slowdown = slowest_s / fastest_s if fastest_s and slowest_s else 1.0
         least = math.ceil(others / (self._size - 1))
         return max(_LEAST_WINDOWS * least, math.ceil(_WINDOW_TURNS * others * slowdown / self._size))

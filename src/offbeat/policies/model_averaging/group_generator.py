@@ -23,6 +23,8 @@ class GroupGenerator(ReadyWorkers):
     other, in the same order for each of them; the group of the lowest number is the next one of all its
     members, which excludes deadlock.
 
+    A straggler is in a decided group only if it has asked for it, so that no other worker waits for it.
+
     - `random`: one group is decided, of the worker and others that are drawn.
     - `smart`: all workers that are in no decided group are shuffled and divided into groups (*global
       division*), so that these groups have no common members. With a *slowdown filter*, workers take part
@@ -84,7 +86,8 @@ class GroupGenerator(ReadyWorkers):
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`; a worker for which there is no other one is a group of its own."""
         if self._has_new_arguments(expected, can_meet):
-            for worker in self._numbers_of.keys() - expected:
+            absent = self._stragglers - self._ready_s.keys()
+            for worker in (self._numbers_of.keys() - expected) | (self._numbers_of.keys() & absent):
                 self._leave_groups(worker)
             self._free = set(expected - self._numbers_of.keys())
             self._asking = set(self._ready_s)
@@ -157,13 +160,14 @@ class GroupGenerator(ReadyWorkers):
     def _decide(self, worker: int, expected: frozenset[int]) -> None:
         chance = random.Random(f"{self._seed} {self._decisions}")
         self._decisions += 1
+        left_out = self._stragglers - {worker}
         if self._mode == "static":
-            groups = self._scheduled(sorted(expected))
+            groups = self._scheduled(sorted(expected - left_out))
         elif self._mode == "random":
-            others = sorted(expected - {worker})
+            others = sorted(expected - left_out - {worker})
             groups = [[worker, *chance.sample(others, min(self._size - 1, len(others)))]]
         else:
-            free = [one for one in sorted(self._free) if self._keeps_up(one, worker)]
+            free = [one for one in sorted(self._free - left_out) if self._keeps_up(one, worker)]
             chance.shuffle(free)
             groups = self._divide(free, expected)
         self._add_groups(groups)

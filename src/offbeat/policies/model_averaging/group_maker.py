@@ -46,6 +46,12 @@ class GroupMaker(Protocol):
             step_s: how long it took, data and computing, in seconds.
         """
 
+    def set_stragglers(self, stragglers: frozenset[int]) -> None:
+        """Set the workers that no group waits for: they are in groups when they are ready.
+
+        A call with the same object as before is fast.
+        """
+
     def add(self, worker: int, now_s: float) -> None:
         """Add a worker that is ready."""
 
@@ -108,6 +114,7 @@ class ReadyWorkers:
 
     def __init__(self) -> None:
         self._ready_s: dict[int, float] = {}
+        self._stragglers: frozenset[int] = frozenset()  # the policy sets them again after a restart
         # Derived from the calls, and not part of the state:
         self._arrivals: dict[int, int] = {}  # by worker that is ready, an ascending number
         self._next_arrival = 0
@@ -128,6 +135,12 @@ class ReadyWorkers:
 
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`."""
+
+    def set_stragglers(self, stragglers: frozenset[int]) -> None:
+        """See `GroupMaker.set_stragglers`."""
+        if stragglers is not self._stragglers:
+            self._stragglers = stragglers
+            self._arguments = None
 
     def add(self, worker: int, now_s: float) -> None:
         """See `GroupMaker.add`."""

@@ -26,9 +26,9 @@ class LocalRounds(ReadyWorkers):
     makes 5 at most. A model's weight is the number of samples that it has learnt from since its last round.
 
     A round closes when all workers that are expected are ready or, after a time of grace, when a `quorum` of
-    all workers is. A worker that comes later takes part in the next round, with all that it has learnt. Where
-    fewer workers than a quorum are left to come, because the others wait for the mean after an epoch, each
-    goes on alone.
+    all workers is. Without `by_pace`, it gives stragglers no such time. A worker that comes later takes part
+    in the next round, with all that it has learnt. Where fewer workers than a quorum are left to come,
+    because the others wait for the mean after an epoch, each goes on alone.
 
     With `fragments`, each round is of one of so many parts of the parameters in turn, after `every` /
     `fragments` steps, and an outer optimizer's step of that part follows on each worker. A worker that has
@@ -125,7 +125,10 @@ class LocalRounds(ReadyWorkers):
             return self._release(ready, can_meet)
         if len(ready) < needed:
             return None
-        if len(ready) < len(expected) and not self._is_grace_over(ready[needed - 1], now_s):
+        late = expected.difference(ready)
+        if not self._by_pace:
+            late -= self._stragglers
+        if late and not self._is_grace_over(ready[needed - 1], now_s):
             return None
         newest = self._newest(workers, self._rounds % max(1, self._fragments))
         group = choose_meeting(sorted(ready, key=lambda worker: worker not in newest), can_meet)

@@ -18,7 +18,7 @@ class LocalSteps(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         every, quorum, grace_s, by_pace, fragments: see `LocalRounds`.
-        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -36,6 +36,7 @@ class LocalSteps(ModelAveraging):
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
+        detector: Literal["on", "off"] = "on",
         timeout_s: float = 600.0,
     ) -> None:
         if every < 1:
@@ -52,5 +53,11 @@ class LocalSteps(ModelAveraging):
             raise ValueError(f"expected from 0 to {every} fragments, one step each at least, got {fragments}")
         groups = LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)
         super().__init__(
-            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+            world,
+            groups,
+            shards=shards,
+            overlap=overlap,
+            global_every=global_every,
+            detector=detector,
+            timeout_s=timeout_s,
         )

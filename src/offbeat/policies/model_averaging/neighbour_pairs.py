@@ -6,6 +6,7 @@ A component of policies. It knows workers and times only.
 from __future__ import annotations
 
 import random
+from bisect import bisect
 from typing import Any, Final, Literal, TypeAlias
 
 from offbeat.policies.model_averaging.group_maker import CanMeet, ReadyWorkers
@@ -21,6 +22,8 @@ class NeighbourPairs(ReadyWorkers):
     Edges join active to passive workers: to those next to it (`ring`), to those 1, 3, 5, 9, ... places away
     in both directions (`exponential`), or to all (`complete`). The active workers take their turn in the
     order in which they were ready, and choose among their neighbours that are ready with equal probability.
+    A straggler has no place on the ring, so that no worker asks it. It is active, and its neighbours are the
+    two workers between which its id would be.
 
     Source: Lian et al. 2018, "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD).
     Deviations: there, an active worker draws any neighbour and waits for its lock; here one coordinator forms
@@ -42,6 +45,7 @@ class NeighbourPairs(ReadyWorkers):
         self._ring: list[int] = []
         self._place_of: dict[int, int] = {}
         self._neighbours_of: dict[int, list[int]] = {}  # by worker, as far as they were needed
+        self._stragglers_next_to: dict[int, list[int]] = {}  # by worker on the ring
         self._new: list[int] = []  # workers for which no partner has been looked for yet
 
     def add(self, worker: int, now_s: float) -> None:
@@ -52,13 +56,8 @@ class NeighbourPairs(ReadyWorkers):
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: a pair, or a worker alone if no other one is expected."""
         if self._has_new_arguments(expected, can_meet):
-            self._ring = sorted(expected)
-            self._place_of = {worker: place for place, worker in enumerate(self._ring)}
-            self._neighbours_of = {}
+            self._build_graph(expected)
             self._new = list(self._ready_s)
-        ring = self._ring
-        if len(ring) == 1:
-            return self.take(ring) if ring[0] in self._ready_s else None
         for worker in self._in_order(self._active_workers()):
             neighbours = [
                 other
@@ -70,16 +69,31 @@ class NeighbourPairs(ReadyWorkers):
                 self._pairs += 1
                 return self.take([worker, choice.choice(neighbours)])
         self._new.clear()
-        return None
+        ring = self._ring
+        return self.take(ring) if len(ring) == 1 and ring[0] in self._ready_s else None
+
+    def _build_graph(self, expected: frozenset[int]) -> None:
+        self._ring = ring = sorted(expected - self._stragglers or expected)
+        self._place_of = {worker: place for place, worker in enumerate(ring)}
+        self._neighbours_of, self._stragglers_next_to = {}, {}
+        for straggler in sorted(expected - self._place_of.keys()):
+            place = bisect(ring, straggler)
+            neighbours = self._neighbours_of[straggler] = sorted({ring[place - 1], ring[place % len(ring)]})
+            for worker in neighbours:
+                self._stragglers_next_to.setdefault(worker, []).append(straggler)
 
     def _active_workers(self) -> set[int]:
         """Return the active workers that may have a partner now: new ones, and neighbours of new ones."""
         found: set[int] = set()
         for worker in self._new:
-            place = self._place_of.get(worker)
-            if place is None or worker not in self._ready_s:
+            if worker not in self._ready_s:
                 continue
-            found.update([worker] if place % 2 else self._neighbours(worker))
+            place = self._place_of.get(worker)
+            if place is not None and place % 2 == 0:
+                found.update(self._neighbours(worker))
+            elif place is not None or worker in self._neighbours_of:
+                found.add(worker)
+            found.update(self._stragglers_next_to.get(worker, ()))
         return found
 
     def _neighbours(self, worker: int) -> list[int]:

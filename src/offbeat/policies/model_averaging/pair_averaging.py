@@ -18,7 +18,7 @@ class PairAveraging(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         topology, seed: see `NeighbourPairs`.
-        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -33,9 +33,16 @@ class PairAveraging(ModelAveraging):
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
+        detector: Literal["on", "off"] = "on",
         timeout_s: float = 600.0,
     ) -> None:
         groups = NeighbourPairs(topology, seed)
         super().__init__(
-            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+            world,
+            groups,
+            shards=shards,
+            overlap=overlap,
+            global_every=global_every,
+            detector=detector,
+            timeout_s=timeout_s,
         )

@@ -35,7 +35,7 @@ class PartialReduce(ModelAveraging):
             `mean_share`, except in groups that send a model to new workers. With constant weights these are
             the same.
         window, hold_timeout_s: see `FirstReadyGroups`.
-        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -53,6 +53,7 @@ class PartialReduce(ModelAveraging):
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
+        detector: Literal["on", "off"] = "on",
         timeout_s: float = 600.0,
     ) -> None:
         if size is not None and size < 2:
@@ -71,6 +72,7 @@ class PartialReduce(ModelAveraging):
             shards=shards,
             overlap=overlap,
             global_every=global_every,
+            detector=detector,
             timeout_s=timeout_s,
             keeps_own_share=apply == "own_share",
         )

@@ -18,7 +18,7 @@ class PragueAveraging(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         mode, size, lag, seed: see `GroupGenerator`.
-        shards, overlap, global_every, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -35,6 +35,7 @@ class PragueAveraging(ModelAveraging):
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
+        detector: Literal["on", "off"] = "on",
         timeout_s: float = 600.0,
     ) -> None:
         if mode not in GROUP_MODES:
@@ -45,5 +46,11 @@ class PragueAveraging(ModelAveraging):
             raise ValueError(f"expected a lag of at least 1, got {lag}")
         groups = GroupGenerator(mode, size, lag, seed)
         super().__init__(
-            world, groups, shards=shards, overlap=overlap, global_every=global_every, timeout_s=timeout_s
+            world,
+            groups,
+            shards=shards,
+            overlap=overlap,
+            global_every=global_every,
+            detector=detector,
+            timeout_s=timeout_s,
         )

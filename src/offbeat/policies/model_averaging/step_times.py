@@ -5,6 +5,7 @@ A component of policies. It knows workers and times only.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from statistics import median
 from typing import Any
 
@@ -40,10 +41,12 @@ class StepTimes:
         """The shortest median; None before the first step of any worker."""
         return min(self._medians_s.values(), default=None)
 
-    @property
-    def slowest_s(self) -> float | None:
-        """The longest median; None before the first step of any worker."""
-        return max(self._medians_s.values(), default=None)
+    def slowest_s(self, *, besides: Set[int]) -> float | None:
+        """Return the longest median of all workers but some; None before the first step of any."""
+        if not besides:
+            return max(self._medians_s.values(), default=None)
+        medians_s = self._medians_s.items()
+        return max((median_s for worker, median_s in medians_s if worker not in besides), default=None)
 
     def state_dict(self) -> list[Any]:
         """Return the whole state as plain data."""

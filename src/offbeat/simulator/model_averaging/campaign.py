@@ -19,6 +19,7 @@ from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.model_averaging.weights import GROUP_WEIGHTS, MEAN_APPLICATIONS
 from offbeat.simulator.core.faults import format_fault
+from offbeat.simulator.core.network import Line
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.training import campaign as gradient_campaign
 from offbeat.simulator.training.cluster import ViolationError
@@ -55,7 +56,10 @@ class ModelFaultCase:
 
 
 def draw_case(seed: int) -> ModelFaultCase:
-    """Draw a cluster; deterministic for a seed. Its faults are those of the campaign of gradient groups."""
+    """Draw a cluster; deterministic for a seed. Its faults are those of the campaign of gradient groups.
+
+    In some clusters a worker has a slow line.
+    """
     chance = random.Random(f"model averaging {seed}")
     setting = gradient_campaign.draw_case(seed).setting
     batch_size = chance.randint(1, 6)
@@ -66,11 +70,22 @@ def draw_case(seed: int) -> ModelFaultCase:
         batches_per_round=chance.choice([1, 1, 1, 2]),
     )
     policy, arguments = _draw_policy(chance, seed)
+    common = {
+        "timeout_s": 100.0,
+        "overlap": chance.random() < 0.5,
+        "global_every": chance.choice(["epoch", "epoch", None if policy is LocalSteps else 3, None]),
+        "detector": chance.choice(["on", "on", "off"]),
+    }
+    network = setting.network
+    if chance.random() < 0.3:
+        slow = Line(latency_s=network.latency_s, bytes_per_s=network.bytes_per_s / chance.choice([20, 500]))
+        network = replace(network, lines={chance.randrange(setting.world): slow})
     return ModelFaultCase(
         policy=policy,
         setting=replace(
             setting,
             hosts=chance.choice([1, 1, 2, 3]),
+            network=network,
             samples=samples,
             steps=None,
             rounds_per_step=1,
@@ -78,12 +93,7 @@ def draw_case(seed: int) -> ModelFaultCase:
             until_s=_UNTIL_S,
             stuck_after_s=_STUCK_S,
         ),
-        arguments=arguments
-        | {
-            "timeout_s": 100.0,
-            "overlap": chance.random() < 0.5,
-            "global_every": chance.choice(["epoch", "epoch", None if policy is LocalSteps else 3, None]),
-        },
+        arguments=arguments | common,
     )
 
 
