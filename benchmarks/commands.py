@@ -371,7 +371,7 @@ class RayChaosOptions:
 @_benchmark("slow_line", minutes=5, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class SlowLineOptions:
-    """Pace of a job before the line of one worker becomes slow, and after that worker is left out."""
+    """Pace of a job, or averagings of its models, before and after the line of a worker becomes slow."""
 
     strategy: Annotated[str, typer.Option(help="Strategy of the job.")] = "partial"
     workers: Annotated[int, typer.Option(min=3, help="Number of workers.")] = 4
@@ -379,7 +379,9 @@ class SlowLineOptions:
     rate_mbit: Annotated[float, typer.Option(min=1.0, help="Rate of that line then, in Mbit/s.")] = 2.0
     kilobytes: Annotated[int, typer.Option(min=1, help="Size of the gradients.")] = 520
     steps: Annotated[int, typer.Option(min=20, help="Steps before the line becomes slow.")] = 100
-    minutes: Annotated[float, typer.Option(min=0.1, help="Duration after the worker is left out.")] = 3.0
+    minutes: Annotated[
+        float, typer.Option(min=0.1, help="Duration after the worker is left out, or the line slow.")
+    ] = 3.0
     step_ms: StepMs = 50.0
 
 

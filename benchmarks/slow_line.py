@@ -1,5 +1,8 @@
 """`python -m benchmarks slow-line`: a job in which the line of one worker becomes slow.
 
+In a group, its worker is left out; where groups of workers average their models, the others average less
+often while one of them waits for the slow line, and the detector is to prevent that.
+
 Each worker is on a host of its own (`benchmarks.namespaces`) and waits for the time of a step instead of
 computing, so that two cores can stand for all hosts. What happened is read from the run log.
 """
@@ -25,13 +28,14 @@ from benchmarks.namespaces import Host, hosts, slow_down
 from benchmarks.workers import print_progress, read_settings
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
-from offbeat.events import Action, Event, Group, Ready
+from offbeat.events import Action, AverageModels, Event, Group, Ready
 from offbeat.runtime.control import environment
 from offbeat.runtime.launch import launch
 from offbeat.runtime.launching.outcomes import outcome_summary
 from offbeat.runtime.processes import child
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
+from offbeat.strategies.model_averaging import AveragesModels
 from offbeat.wire.log_file import read_log
 
 _FEATURES = 64
@@ -45,7 +49,7 @@ def run(options: SlowLineOptions, *, command: str) -> Result:
     """Train on fast lines, then slow one down; measure until some time after its worker is left out.
 
     Raises:
-        OffbeatError: the worker was not left out in time, or a worker failed.
+        OffbeatError: the worker was not left out of a group in time, or a worker failed.
     """
     with tempfile.TemporaryDirectory() as name, hosts(options.workers) as places:
         log = Path(name) / "log.jsonl"
@@ -54,6 +58,9 @@ def run(options: SlowLineOptions, *, command: str) -> Result:
             slowed_s = time.monotonic()
             slow_down(places[options.slow], round(options.rate_mbit * 1e6))
             print_progress(f"worker {options.slow} has {options.rate_mbit:g} Mbit/s from now on")
+            if isinstance(parse_strategy(options.strategy), AveragesModels):
+                time.sleep(60 * options.minutes)
+                return _averagings_result(options, command, _entries(log), slowed_s)
             _wait_for(lambda: _left_out_s(_entries(log), options.slow) is not None, "a smaller group", check)
             print_progress("it is left out")
             time.sleep(60 * options.minutes)
@@ -138,6 +145,52 @@ def _result(options: SlowLineOptions, command: str, entries: list[Event | Action
             "after_to_before_ratio": after_s / pace_s,
             "others_left_out_count": sum(not others <= {*group.members} for group in groups),
             "tried_again_count": sum(options.slow in group.joining for group in groups),
+        },
+    )
+
+
+def _averagings_result(
+    options: SlowLineOptions, command: str, entries: list[Event | Action], slowed_s: float
+) -> Result:
+    """Compare how often the other workers average, before and in the last half of the time afterwards."""
+    joint: dict[int, list[float]] = {worker: [] for worker in range(options.workers)}
+    readies: dict[int, list[float]] = {worker: [] for worker in range(options.workers)}
+    mistaken: set[int] = set()
+    now_s = 0.0
+    for one in entries:
+        now_s = getattr(one, "now_s", now_s)
+        if isinstance(one, Ready):
+            readies[one.worker].append(now_s)
+        elif isinstance(one, AverageModels) and len(one.members) > 1:
+            for worker in one.members:
+                joint[worker].append(now_s)
+            mistaken |= {
+                worker
+                for worker in range(options.workers)
+                if worker != options.slow and f"worker {worker}: its line is slow" in one.reason
+            }
+    others = [worker for worker in range(options.workers) if worker != options.slow]
+    before = (min(map(min, readies.values())), slowed_s)
+    after = ((slowed_s + now_s) / 2, now_s)
+
+    def each_second(times_s: dict[int, list[float]], workers: list[int], span: tuple[float, float]) -> float:
+        inside = [one for worker in workers for one in times_s[worker] if span[0] < one < span[1]]
+        return len(inside) / len(workers) / (span[1] - span[0])
+
+    return Result(
+        name="slow_line",
+        command=command,
+        kind="timed",
+        seed=0,
+        figures={
+            "averagings_before_per_s": each_second(joint, others, before),
+            "averagings_after_per_s": each_second(joint, others, after),
+            "averagings_after_to_before_ratio": each_second(joint, others, after)
+            / each_second(joint, others, before),
+            "averagings_of_slow_after_per_s": each_second(joint, [options.slow], after),
+            "steps_after_to_before_ratio": each_second(readies, others, after)
+            / each_second(readies, others, before),
+            "others_classed_count": len(mistaken),
         },
     )
 
