@@ -58,6 +58,8 @@ class GroupGenerator(ReadyWorkers):
         self._host_divisions = 0  # of `_decisions`, those by host
         # Derived from the decided groups and the calls, and not part of the state:
         self._numbers_of: dict[int, list[int]] = {}  # by worker, its decided groups, ascending
+        self._ring: list[int] = []  # the expected workers, ascending
+        self._place_of: dict[int, int] = {}  # in it
         self._free: set[int] = set()  # expected workers in no decided group
         self._asking: set[int] = set()  # workers that may be ready and in no decided group
         self._changed: set[int] = set()  # decided groups that may begin now
@@ -86,6 +88,8 @@ class GroupGenerator(ReadyWorkers):
         if self._has_new_arguments(expected, can_meet):
             for worker in self._numbers_of.keys() - expected:
                 self._leave_groups(worker)
+            self._ring = sorted(expected)
+            self._place_of = {worker: place for place, worker in enumerate(self._ring)}
             self._free = set(expected - self._numbers_of.keys())
             self._asking = set(self._ready_s)
             self._changed = set(self._decided)
@@ -158,10 +162,12 @@ class GroupGenerator(ReadyWorkers):
         chance = random.Random(f"{self._seed} {self._decisions}")
         self._decisions += 1
         if self._mode == "static":
-            groups = self._scheduled(sorted(expected))
+            groups = self._scheduled(self._ring)
         elif self._mode == "random":
-            others = sorted(expected - {worker})
-            groups = [[worker, *chance.sample(others, min(self._size - 1, len(others)))]]
+            # A sample of the others, without a list of them all:
+            ring, place = self._ring, self._place_of[worker]
+            places = chance.sample(range(len(ring) - 1), min(self._size - 1, len(ring) - 1))
+            groups = [[worker, *(ring[other + (other >= place)] for other in places)]]
         else:
             free = [one for one in sorted(self._free) if self._keeps_up(one, worker)]
             chance.shuffle(free)
