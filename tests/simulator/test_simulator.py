@@ -113,16 +113,16 @@ def test_bursts_that_overlap_are_one_burst():
 def test_recorded_times_are_repeated_in_their_order():
     model = RecordedTimes(times_s=((1.0, 2.0, 3.0), (5.0,)))
     watch = times.ComputeTimeSource(model, 2, seed=0, slowness=None)
-    assert [watch.next_s(0, 0, 10, 0) for _ in range(300)] == [1.0, 2.0, 3.0] * 100
+    assert [watch.next_s() for _ in range(300)] == [1.0, 2.0, 3.0] * 100
 
 
 def test_a_worker_s_times_do_not_depend_on_the_others():
     one, same, other = (
         times.ComputeTimeSource(JitteredTimes(), worker, seed=3, slowness=None) for worker in (1, 1, 2)
     )
-    first = [one.next_s(0, 0, 10, 0) for _ in range(5)]
-    assert first == [same.next_s(0, 0, 10, 0) for _ in range(5)]
-    assert first != [other.next_s(0, 0, 10, 0) for _ in range(5)]
+    first = [one.next_s() for _ in range(5)]
+    assert first == [same.next_s() for _ in range(5)]
+    assert first != [other.next_s() for _ in range(5)]
 
 
 @pytest.mark.parametrize(

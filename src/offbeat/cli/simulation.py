@@ -261,7 +261,7 @@ def _run_averaging(
         "simulated_s": cluster.progress_s,
         "steps_count": float(sum(taken.values())),
         "averagings_count": float(len(cluster.averagings)),
-        "mean_group_workers": sum(len(one.members) for one in cluster.averagings) / len(cluster.averagings),
+        "mean_group_workers": sum(map(len, cluster.averagings)) / len(cluster.averagings),
         "cpu_s": time.process_time() - begin_s,
     }
     rows: list[dict[str, Any]] = [{"worker": worker, "steps": count} for worker, count in taken.items()]

@@ -22,7 +22,7 @@ def test_a_killed_coordinator_loses_what_came_after_the_last_sync():
     coordinator.handle(PeerUnreachable(now_s=2.0, worker=0, peer=1, cause="silence"))
     assert coordinator.unreachable_peers(0) == {1}
     coordinator.kill()
-    coordinator.restart(5.0, lambda action: False)
+    coordinator.restart(5.0)
     assert [event for event, _ in coordinator.log] == [Tick(now_s=1.0)]
     assert coordinator.unreachable_peers(0) == set()
     assert (coordinator.clock_lag_s, coordinator.incarnation) == (4.0, 1)
@@ -32,7 +32,7 @@ def test_a_replay_that_gives_other_actions_is_found():
     coordinator = SimulatedCoordinator(lambda: [Assembly(2)], keeps_log=True, fail_invariant=fail)
     coordinator.log.append((Lost(now_s=1.0, worker=0, cause="end"), ("another action",)))
     with pytest.raises(InvariantError, match="a replay of the log gives other actions"):
-        coordinator.restart(2.0, lambda action: False)
+        coordinator.restart(2.0)
 
 
 def test_a_peer_is_unreachable_for_its_observer_until_it_is_reachable_again():

@@ -68,18 +68,24 @@ class BlockAssigner:
         self, worker: int, blocks: tuple[Block, ...], over: bool, *, is_awaited: bool
     ) -> AssignBlocks:
         epoch, samples = self._epochs_of_workers[worker]
-        is_open = epoch in self._scheduler.epochs.numbers()
-        reasons = [f"no block is left for this worker, and {self._awaited_reason}"] * is_awaited
-        reasons += ["this worker's earlier blocks were reassigned"] * (worker in self._reset_workers)
-        reasons += ["its turn"] * bool(blocks) + [f"nothing is left of epoch {epoch}"] * over
+        epochs, is_reset = self._scheduler.epochs, worker in self._reset_workers
+        reasons = []
+        if is_awaited:
+            reasons.append(f"no block is left for this worker, and {self._awaited_reason}")
+        if is_reset:
+            reasons.append("this worker's earlier blocks were reassigned")
+        if blocks:
+            reasons.append("its turn")
+        if over:
+            reasons.append(f"nothing is left of epoch {epoch}")
         return AssignBlocks(
             worker=worker,
             epoch=epoch,
-            replaces_queue=worker in self._reset_workers,
+            replaces_queue=is_reset,
             blocks=blocks,
             is_last=over,
             is_awaited=is_awaited,
-            consumed=self._scheduler.epochs.used_count(epoch) if is_open else samples,
+            consumed=epochs.used_count(epoch) if epoch in epochs else samples,
             reason="; ".join(reasons) or "progress of the epoch so far",
         )
 

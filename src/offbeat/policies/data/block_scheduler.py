@@ -25,8 +25,9 @@ Ways back:
 - to *started*: what a living worker contributed to a round that is abandoned (`abandon_round`), or to a round
   in which it takes no part after all (`withdraw`).
 
-Ways to *used* without a round: the worker gives its blocks up (`discard_blocks`), or the rest of the epoch is
-not wanted (`cut_epoch`, and `drop_last` when the epoch is opened).
+Ways to *used* without a round: the worker's step is in none (`use`), the worker gives its blocks up
+(`discard_blocks`), or the rest of the epoch is not wanted (`cut_epoch`, and `drop_last` when the epoch is
+opened).
 
 Parts. `OpenEpochs` has the pools and what is used, `OpenRounds` what is contributed, and `ServingOrder`
 chooses the next workers and the sizes of their blocks; the scheduler knows which worker has which block.
@@ -116,9 +117,9 @@ class BlockScheduler:
     """Assigns blocks so that each position of an epoch is used once, whichever workers are slow, die or join.
 
     A position is always in one place: in its epoch's pool, with one worker (queued, then started), in an open
-    round, or used. Only `complete_round` uses; `set_members`, `revoke`, `remove_worker` and `abandon_round`
-    give back. Positions that came back are assigned first. An operation on an unknown worker raises a
-    ProtocolError.
+    round, or used. Only `complete_round` and `use` use; `set_members`, `revoke`, `remove_worker` and
+    `abandon_round` give back. Positions that came back are assigned first. An operation on an unknown worker
+    raises a ProtocolError.
 
     Blocks are assigned in servings (`offbeat.policies.data.serving_order`). They hold `batch_size` positions
     until two servings or less are left, which are cut into equal parts. With `drop_last` nothing is cut: the
@@ -126,6 +127,8 @@ class BlockScheduler:
     joining worker gets as many blocks as the other members have. With fewer than two positions per member, or
     fewer blocks than members, some members get none; they go on to the next epoch, and a round may mix the
     two epochs.
+
+    Size: each way of a block in the theory of operation is an operation of its own, on the same tables.
 
     Args:
         ahead: queued blocks that a member has at most, if it does not ask for more, at least 1. Two, so that
@@ -371,15 +374,38 @@ class BlockScheduler:
         """
         record = self._blocks_of_worker(worker)
         self.rounds.check_contribution(worker, round_)
+        blocks = self._pop_blocks(worker, record, block_ids)
+        if blocks is None:
+            return False
+        self.rounds.add(worker, round_, blocks)
+        return True
+
+    def use(self, worker: int, block_ids: Sequence[int]) -> tuple[Block, ...] | None:
+        """Count blocks of a worker as used, where its step is in no round; return them.
+
+        None if the worker does not have one of the blocks any more; then nothing changes.
+
+        Raises:
+            ProtocolError: a block twice or one that was not assigned yet.
+        """
+        blocks = self._pop_blocks(worker, self._blocks_of_worker(worker), block_ids)
+        if blocks is not None:
+            self.epochs.use(blocks)
+        return blocks
+
+    def _pop_blocks(
+        self, worker: int, record: _WorkerBlocks, block_ids: Sequence[int]
+    ) -> tuple[Block, ...] | None:
+        """Remove blocks from a worker; None, and no change, if it does not have one of them any more."""
         if len(block_ids) > 1 and len(set(block_ids)) < len(block_ids):
             raise ProtocolError(f"expected each block once, got {list(block_ids)} of worker {worker}")
         for block_id in block_ids:
             if block_id not in record:
                 self.epochs.check_assigned(worker, block_ids)
-                return False
-        self.rounds.add(worker, round_, tuple(record.pop(block_id) for block_id in block_ids))
+                return None
+        blocks = tuple([record.pop(block_id) for block_id in block_ids])
         self._note_room(worker, record)
-        return True
+        return blocks
 
     def withdraw(self, worker: int, round_: int) -> None:
         """Remove a worker's contribution from a round; the worker has the blocks again, as started."""

@@ -100,6 +100,10 @@ class OpenEpochs:
     def __getitem__(self, number: int) -> Epoch:
         return self._epochs[number]
 
+    def __contains__(self, number: int) -> bool:
+        """Whether an epoch is open."""
+        return number in self._epochs
+
     def numbers(self) -> tuple[int, ...]:
         """Return the open epochs, ascending."""
         return tuple(self._epochs)

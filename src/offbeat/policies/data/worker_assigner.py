@@ -6,6 +6,7 @@ an epoch into blocks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any, ClassVar, Final
 
 from offbeat.errors import ProtocolError
@@ -35,13 +36,12 @@ class SoloBlockAssigner(BlockAssigner):
         self._waiting: set[int] = set()  # workers with nothing to compute whose epoch is not over
         self._is_settled = False  # nothing has changed since the last assignment
         self._asked: set[int] = set()  # those of them that have asked since the last assignment
-        self._steps = 0  # with samples; for the scheduler, each is a round of its own
         self._recent: list[tuple[int, Block, int]] = []  # clock, block used at it, positions of its epoch
 
     @property
-    def waiting_workers(self) -> frozenset[int]:
-        """The workers that wait for samples."""
-        return frozenset(self._waiting)
+    def waiting_workers(self) -> Set[int]:
+        """The workers that wait for samples: a set that changes with them."""
+        return self._waiting
 
     def has_work(self, worker: int) -> bool:
         """Whether the worker has samples, or has never requested any."""
@@ -79,16 +79,14 @@ class SoloBlockAssigner(BlockAssigner):
         if not blocks:
             return
         self._is_settled = False
-        if not self._scheduler.contribute(worker, self._steps, blocks):
+        used = self._scheduler.use(worker, blocks)
+        if used is None:
             raise ProtocolError(
                 f"expected blocks that the worker has, got {list(blocks)}, "
                 f"which are not worker {worker}'s any more"
             )
         _, samples = self._epochs_of_workers[worker]
-        contributed = self._scheduler.rounds.contribution(worker, self._steps)
-        self._recent += [(clock, block, samples) for block in contributed]
-        self._scheduler.complete_round(self._steps)
-        self._steps += 1
+        self._recent += [(clock, block, samples) for block in used]
 
     def on_version(self, version: int) -> None:
         """Note that the parameters hold all steps at clocks before `version`.
@@ -127,26 +125,31 @@ class SoloBlockAssigner(BlockAssigner):
             return []
         self._is_settled = True
         assigned = {worker: (blocks, over) for worker, blocks, over in self._scheduler.assign()}
+        awaited = self._end_waiting(assigned) if self._waiting or self._asked else set()
+        actions: list[Action] = [
+            self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
+            for worker in sorted(assigned.keys() | awaited | self._reset_workers)
+        ]
+        self._reset_workers.clear()
+        if self._checkpoint_queries:
+            actions += self._checkpoint_answers()
+        return actions
+
+    def _end_waiting(self, assigned: Mapping[int, tuple[tuple[Block, ...], bool]]) -> set[int]:
+        """Note which workers wait no longer; return those of them that continue without samples."""
         self._waiting -= {worker for worker, (blocks, over) in assigned.items() if blocks or over}
         asked = self._asked & self._waiting
         awaited = {worker for worker in asked if self._scheduler.started_count(worker)}
         self._waiting -= awaited
         self._asked.clear()
-        actions: list[Action] = [
-            self._assignment(worker, *assigned.get(worker, ((), False)), is_awaited=worker in awaited)
-            for worker in sorted({*assigned, *awaited, *self._reset_workers})
-        ]
-        self._reset_workers.clear()
-        return actions + self._checkpoint_answers()
+        return awaited
 
     def _checkpoint_answers(self) -> list[Action]:
         """Answer checkpoint queries with the samples used at the clocks that each checkpoint holds."""
         answers: list[Action] = []
         for worker, clock in sorted(self._checkpoint_queries.items()):
             later = [(block, samples) for block_clock, block, samples in self._recent if block_clock >= clock]
-            answers.append(
-                self._consumed_samples(worker, clock, self._scheduler.used_ranges(self._steps, later))
-            )
+            answers.append(self._consumed_samples(worker, clock, self._scheduler.used_ranges(0, later)))
         self._checkpoint_queries.clear()
         return answers
 
@@ -157,7 +160,6 @@ class SoloBlockAssigner(BlockAssigner):
             "members": sorted(self._members),
             "epochs_of_workers": [[worker, *entry] for worker, entry in self._epochs_of_workers.items()],
             "waiting": sorted(self._waiting),
-            "steps": self._steps,
             # As `blocks_to_plain` would return them, without copies: these are a thousand for 32 workers.
             "recent": [
                 (clock, ((block.id, block.epoch, block.ranges),), samples)
@@ -172,7 +174,7 @@ class SoloBlockAssigner(BlockAssigner):
         self._epochs_of_workers = {
             worker: (epoch, samples) for worker, epoch, samples in state["epochs_of_workers"]
         }
-        self._waiting, self._steps = set(state["waiting"]), state["steps"]
+        self._waiting = set(state["waiting"])
         self._recent = [
             (clock, block, samples)
             for clock, plain, samples in state["recent"]

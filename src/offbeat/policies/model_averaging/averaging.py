@@ -459,7 +459,7 @@ class ModelAveraging:
         return actions
 
     @property
-    def _resting(self) -> frozenset[int]:
+    def _resting(self) -> Set[int]:
         """Workers that wait for samples."""
         return frozenset() if self._assigner is None else self._assigner.waiting_workers
 
@@ -481,13 +481,11 @@ class ModelAveraging:
             self._is_over = True
             reason = "no worker that has the initial state is left: start the job again"
             return [*actions, AbortJob(worker=None, step=None, reason=reason)]
-        return [
-            *actions,
-            *self._name_state_sender(),
-            *self._begin_epoch_means(),
-            *self._form_groups(now_s),
-            *self._complete(),
-        ]
+        actions += self._name_state_sender()
+        actions += self._begin_epoch_means()
+        actions += self._form_groups(now_s)
+        actions += self._complete()
+        return actions
 
     def _name_state_sender(self) -> list[Action]:
         """Name a worker that waits anyway as the one that sends the state; else the next group sends it."""
@@ -552,9 +550,10 @@ class ModelAveraging:
     def _update_expected(self) -> frozenset[int]:
         """Return the workers that are ready or will be: the same object until they change."""
         resting, silent = self._resting, self._reachability.silent_workers
-        waiting = self._epoch_means.waiting.keys() | self._epoch_means.absent
-        if not (resting or silent or waiting or self._roster.without_state):
+        means = self._epoch_means
+        if not (resting or silent or means.waiting or means.absent or self._roster.without_state):
             return self._roster.training
+        waiting = means.waiting.keys() | means.absent
         receiving = self._receiving
         ready = self._groups.ready  # with overlap, a worker may be ready and rest
         away = {worker for worker in resting if worker not in ready} | silent | waiting

@@ -60,6 +60,8 @@ class GroupGenerator(ReadyWorkers):
         self._host_divisions = 0  # of `_decisions`, those by host
         # Derived from the decided groups and the calls, and not part of the state:
         self._numbers_of: dict[int, list[int]] = {}  # by worker, its decided groups, ascending
+        self._ring: list[int] = []  # the expected workers that are no stragglers, ascending
+        self._place_of: dict[int, int] = {}  # in it
         self._free: set[int] = set()  # expected workers in no decided group
         self._asking: set[int] = set()  # workers that may be ready and in no decided group
         self._changed: set[int] = set()  # decided groups that may begin now
@@ -89,6 +91,8 @@ class GroupGenerator(ReadyWorkers):
             absent = self._stragglers - self._ready_s.keys()
             for worker in (self._numbers_of.keys() - expected) | (self._numbers_of.keys() & absent):
                 self._leave_groups(worker)
+            self._ring = sorted(expected - self._stragglers)
+            self._place_of = {worker: place for place, worker in enumerate(self._ring)}
             self._free = set(expected - self._numbers_of.keys())
             self._asking = set(self._ready_s)
             self._changed = set(self._decided)
@@ -160,14 +164,16 @@ class GroupGenerator(ReadyWorkers):
     def _decide(self, worker: int, expected: frozenset[int]) -> None:
         chance = random.Random(f"{self._seed} {self._decisions}")
         self._decisions += 1
-        left_out = self._stragglers - {worker}
+        place = self._place_of.get(worker)  # None for a straggler
         if self._mode == "static":
-            groups = self._scheduled(sorted(expected - left_out))
+            groups = self._scheduled(self._ring if place is not None else sorted([*self._ring, worker]))
         elif self._mode == "random":
-            others = sorted(expected - left_out - {worker})
-            groups = [[worker, *chance.sample(others, min(self._size - 1, len(others)))]]
+            # A sample of the others, without a list of them all:
+            others = len(self._ring) - (place is not None)
+            drawn = chance.sample(range(others), min(self._size - 1, others))
+            groups = [[worker, *(self._ring[one + (place is not None and one >= place)] for one in drawn)]]
         else:
-            free = [one for one in sorted(self._free - left_out) if self._keeps_up(one, worker)]
+            free = [one for one in sorted(self._free) if self._may_join(one, worker)]
             chance.shuffle(free)
             groups = self._divide(free, expected)
         self._add_groups(groups)
@@ -206,7 +212,10 @@ class GroupGenerator(ReadyWorkers):
         """Whether several hosts have several of these workers."""
         return sum(len(workers) > 1 for workers in self._by_host(expected)) > 1
 
-    def _keeps_up(self, worker: int, asking: int) -> bool:
+    def _may_join(self, worker: int, asking: int) -> bool:
+        """Whether a worker takes part in a division that another one, or it, asks for."""
+        if worker in self._stragglers:
+            return worker == asking
         behind = self._requests[asking] - self._requests.get(worker, self._requests[asking])
         return self._lag is None or behind < self._lag
 

@@ -73,6 +73,7 @@ class LocalRounds(ReadyWorkers):
         self._fastest_s: float | None = None  # the shortest median when the last round closed
         self._samples: dict[int, int] = {}  # by worker, in no round yet
         self._contributed: dict[int, int] = {}  # of these, by worker, those in the round that it is in
+        self._all: set[int] | None = None  # see `_all_workers`; derived from the calls, not part of the state
 
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
         """See `GroupMaker.observe_step`; a batch of unknown size counts as one sample."""
@@ -84,6 +85,7 @@ class LocalRounds(ReadyWorkers):
     def on_joined(self, worker: int, host: str) -> None:
         """See `GroupMaker.on_joined`."""
         self._workers.add(worker)
+        self._all = None
 
     def begin_mean_of_all(self, workers: Iterable[int]) -> None:
         """See `GroupMaker.begin_mean_of_all`: it becomes their anchor, and no samples are left."""
@@ -110,6 +112,7 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.discard`."""
         super().discard(worker)
         self._workers.discard(worker)
+        self._all = None
         self._step_times.forget(worker)
         self._samples.pop(worker, None)
         self._contributed.pop(worker, None)
@@ -118,9 +121,11 @@ class LocalRounds(ReadyWorkers):
 
     def pop_group(self, expected: frozenset[int], now_s: float, can_meet: CanMeet) -> tuple[int, ...] | None:
         """See `GroupMaker.pop_group`: all that are ready, once the round closes."""
-        ready = [worker for worker in self._ready_s if worker in expected]
-        workers = self._workers | expected
+        workers = self._all_workers(expected, can_meet)
         needed = workers_needed(len(workers) // 2 + 1 if self._quorum is None else self._quorum, len(workers))
+        if len(self._ready_s) < needed <= len(expected):
+            return None
+        ready = [worker for worker in self._ready_s if worker in expected]
         if ready and len(expected) < needed:
             return self._release(ready, can_meet)
         if len(ready) < needed:
@@ -137,6 +142,12 @@ class LocalRounds(ReadyWorkers):
         self._began_s = now_s
         self._behind = tuple(worker for worker in sorted(group) if worker not in newest)
         return self.take(group)
+
+    def _all_workers(self, expected: frozenset[int], can_meet: CanMeet) -> set[int]:
+        """Return the workers that have not finished, and those that are expected."""
+        if self._has_new_arguments(expected, can_meet) or self._all is None:
+            self._all = self._workers | expected
+        return self._all
 
     def pop_first(self, can_meet: CanMeet) -> tuple[int, ...]:
         """See `GroupMaker.pop_first`: alone, and without an outer step."""
@@ -228,6 +239,7 @@ class LocalRounds(ReadyWorkers):
         self._fastest_s = state["fastest_s"]
         self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])
         self._workers, self._rounds, self._version = set(state["workers"]), state["rounds"], state["version"]
+        self._all = None
         self._versions = {worker: list(parts) for worker, parts in state["versions"]}
         self._next_versions = {
             worker: (version, list(parts)) for worker, version, parts in state["next_versions"]

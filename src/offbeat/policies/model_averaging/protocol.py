@@ -48,6 +48,8 @@ class ModelAveragingProtocol:
     def handle(self, action: Action) -> list[Event]:
         """See `WorkerProtocol.handle`."""
         match action:
+            case AssignBlocks():
+                self.block_queue.on_assigned(action)
             case AverageModels():
                 if self.averaging is not None:
                     raise ProtocolError(
@@ -59,30 +61,29 @@ class ModelAveragingProtocol:
             case CancelAveraging():
                 if self.averaging is not None and self.averaging.exchange_id == action.exchange_id:
                     self.is_cancelled = True
-            case AssignBlocks():
-                self.block_queue.on_assigned(action)
             case _:
                 raise unexpected_action(self, action)
         return []
 
     def count_step(self) -> None:
         """Count an optimizer step, unless it is made during an averaging, or while ready for one."""
-        if self.averaging is None:
-            self.steps_left = max(0, self.steps_left - 1)
+        if self.averaging is None and self.steps_left:
+            self.steps_left -= 1
 
-    def finish(self, *, model_steps: int, has_mean: bool) -> ModelsAveraged:
+    def finish(self, *, model_steps: int, has_mean: bool, now_s: float = 0.0) -> ModelsAveraged:
         """End the averaging; return the event that reports it.
 
         Args:
             model_steps: see `ModelsAveraged`.
             has_mean: the worker's model is the mean, or the state that it has received.
+            now_s: of the event, where the coordinator does not set it.
         """
         averaging, self.averaging, self.is_cancelled = self.averaging, None, False
         assert averaging is not None
         self.steps_left = averaging.steps[averaging.members.index(self._worker)] if has_mean else 1
         self._round += 1
         return ModelsAveraged(
-            now_s=0.0,
+            now_s=now_s,
             worker=self._worker,
             exchange_id=averaging.exchange_id,
             model_steps=model_steps,

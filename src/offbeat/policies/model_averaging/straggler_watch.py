@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Final
 
 from offbeat.events import Ready
@@ -92,7 +92,7 @@ class StragglerWatch:
         judged = [worker for worker in known or members if worker in self._last_s]  # others have finished
         for worker in judged:
             self._last_s[worker].append(time_s)
-        fast_s, step_s = quantiles(self._averagings_s, n=4)[0], median(self._steps_s)
+        fast_s, step_s = sorted(self._averagings_s)[len(self._averagings_s) // 4], median(self._steps_s)
         least_s = {worker: min(self._last_s[worker]) for worker in judged}
         slow = {
             worker

@@ -43,7 +43,9 @@ class Engine:
         """Schedule `call(argument)` at `time_s`, or now if that has passed."""
         self._number += 1
         if time_s < self._horizon_s:
-            heappush(self._soon, (max(time_s, self.now_s), self._number, call, argument))
+            if time_s < self.now_s:
+                time_s = self.now_s
+            heappush(self._soon, (time_s, self._number, call, argument))
         else:
             self._far.append((time_s, self._number, call, argument))
 

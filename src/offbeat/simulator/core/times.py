@@ -230,13 +230,13 @@ class ComputeTimeSource:
         self._at = 0
         self._drawn = 0
 
-    def next_s(self, epoch: int, step_in_epoch: int, steps_per_epoch: int, step: int) -> float:
-        """Return the duration of the next gradients, in seconds."""
+    def next_s(self) -> float:
+        """Return the duration of the next gradients without slowness, in seconds."""
         if self._at == len(self._times_s):
             self._draw(1)
         time_s = float(self._times_s[self._at])
         self._at += 1
-        return time_s * self.slowdown(epoch, step_in_epoch, steps_per_epoch, step)
+        return time_s
 
     def peek_s(self, count: int) -> NDArray[np.float64]:
         """Return the next `count` times without slowness, shape (count,), and do not consume them."""

@@ -22,6 +22,7 @@ from offbeat.events import (
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
 from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.model_averaging.sample_uses import SampleUses
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
 from offbeat.simulator.training.cluster import SimulatedCluster
 from offbeat.simulator.training.replicas import QuadraticProblem, TrainingProblem
@@ -47,7 +48,7 @@ class SimulatedModelCluster(SimulatedCluster):
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
-        averagings: all averagings, in order.
+        averagings: the members of all averagings, in order.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class SimulatedModelCluster(SimulatedCluster):
         self.fragments, self.mixing = fragments, mixing
         self.outer_optimizer = outer_optimizer or OuterOptimizer()
         self.problem = problem or QuadraticProblem(setting.seed)
-        self.averagings: list[AverageModels] = []
+        self.averagings: list[tuple[int, ...]] = []
+        self._last_exchange_id = -1
         self._averaging_of: dict[int, int] = {}  # by member, until it has reported the end
-        self._blocks: dict[int, Block] = {}
-        self._uses: set[tuple[int, int]] = set()  # epoch and position of each sample that was used
+        self._blocks: dict[int, Block] = {}  # assigned and not used, by id
+        self._uses = SampleUses()
 
     @property
     def step(self) -> int:
@@ -95,7 +97,7 @@ class SimulatedModelCluster(SimulatedCluster):
 
     def _restart_coordinator(self, _: Any) -> None:
         """See `SimulatedCluster`: what the killed coordinator has not logged did not happen."""
-        self._uses.clear()
+        self._uses, self._blocks = SampleUses(), {}
         self._averaging_of.clear()
         for event, actions in self.log:
             self._note_event(event)
@@ -104,24 +106,28 @@ class SimulatedModelCluster(SimulatedCluster):
         super()._restart_coordinator(_)
 
     def _note_event(self, event: Event) -> None:
-        if isinstance(event, ModelsAveraged | Lost | Left):
-            self._averaging_of.pop(event.worker, None)
-        if isinstance(event, Ready):
-            for block_id in event.blocks:
-                block = self._blocks[block_id]
-                uses = [
-                    (block.epoch, position) for start, stop in block.ranges for position in range(start, stop)
-                ]
-                if not self._uses.isdisjoint(uses):
-                    again = min(self._uses.intersection(uses))
-                    self.fail_invariant(f"worker {event.worker} uses a sample again: {again}")
-                self._uses.update(uses)
+        match event:
+            case Ready():
+                for block_id in event.blocks:
+                    self._note_use(event.worker, block_id)
+            case ModelsAveraged() | Lost() | Left():
+                self._averaging_of.pop(event.worker, None)
+
+    def _note_use(self, worker: int, block_id: int) -> None:
+        block = self._blocks.pop(block_id, None)
+        if block is None:
+            self.fail_invariant(f"worker {worker} uses block {block_id}, which is used or was not assigned")
+        again = self._uses.add(block)
+        if again is not None:
+            self.fail_invariant(f"worker {worker} uses a sample again: {(block.epoch, again)}")
 
     def _note_action(self, action: Action) -> None:
-        if isinstance(action, AssignBlocks):
-            self._blocks |= {block.id: block for block in action.blocks}
-        elif isinstance(action, AverageModels):
-            self._averaging_of |= dict.fromkeys(action.members, action.exchange_id)
+        match action:
+            case AssignBlocks():
+                for block in action.blocks:
+                    self._blocks[block.id] = block
+            case AverageModels():
+                self._averaging_of.update(dict.fromkeys(action.members, action.exchange_id))
 
     def _check_action(self, action: Action) -> None:
         match action:
@@ -129,7 +135,8 @@ class SimulatedModelCluster(SimulatedCluster):
                 pass
             case AverageModels():
                 self._check_averaging(action)
-                self.averagings.append(action)
+                self.averagings.append(action.members)
+                self._last_exchange_id = action.exchange_id
             case _:
                 super()._check_action(action)
         self._note_action(action)
@@ -138,8 +145,8 @@ class SimulatedModelCluster(SimulatedCluster):
         members, named = averaging.members, f"averaging {averaging.exchange_id}"
         if tuple(sorted(set(members))) != members or not set(members) <= self.coordinator.joined:
             self.fail_invariant(f"{named} has the members {members}, of {sorted(self.coordinator.joined)}")
-        if self.averagings and averaging.exchange_id <= self.averagings[-1].exchange_id:
-            self.fail_invariant(f"{named} follows {self.averagings[-1].exchange_id}")
+        if averaging.exchange_id <= self._last_exchange_id:
+            self.fail_invariant(f"{named} follows {self._last_exchange_id}")
         busy = self._averaging_of.keys() & set(members)
         if busy:
             self.fail_invariant(f"{named} has members that are in another one: {sorted(busy)}")
@@ -169,8 +176,8 @@ class SimulatedModelCluster(SimulatedCluster):
                 self.fail_invariant(f"the job does not end: {', '.join(alive)}")
             return
         epochs, samples = self.setting.samples.epochs, self.setting.samples.epoch_samples
-        if epochs is not None and len(self._uses) != epochs * samples:
-            self.fail_invariant(f"{len(self._uses)} samples were used in {epochs} epochs of {samples}")
+        if epochs is not None and self._uses.count != epochs * samples:
+            self.fail_invariant(f"{self._uses.count} samples were used in {epochs} epochs of {samples}")
         final = [worker for worker in workers if worker.has_left and not worker.is_leaving]
         for worker in final:
             assert worker.model is not None

@@ -7,7 +7,6 @@ It uses the same `ModelAveragingProtocol` as the runtime. Nothing here decides w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -141,14 +140,15 @@ class AveragingWorker(SimulatedWorker):
     def _apply_to_protocol(self, action: Action) -> None:
         """See `SimulatedWorker`."""
         self.answer(action)
-        if isinstance(action, AverageModels):
-            self._open_sessions_with(action.members)
-            if self.cluster.overlap and not action.makes_wait(self.worker):
-                self.cluster.enter_averaging(self, action)
-            elif self.activity != COMPUTING and self.activity != REQUESTING:
-                self._take_part(action)
-        elif isinstance(action, CancelAveraging) and self.averaging_protocol.is_cancelled:
-            self._give_up()
+        match action:
+            case AverageModels():
+                self._open_sessions_with(action.members)
+                if self.cluster.overlap and not action.makes_wait(self.worker):
+                    self.cluster.enter_averaging(self, action)
+                elif self.activity != COMPUTING and self.activity != REQUESTING:
+                    self._take_part(action)
+            case CancelAveraging() if self.averaging_protocol.is_cancelled:
+                self._give_up()
 
     def _take_part(self, averaging: AverageModels) -> None:
         """Take part in an averaging, unless it is cancelled already, and wait for its end."""
@@ -229,7 +229,7 @@ class AveragingWorker(SimulatedWorker):
     def _add_difference(self, averaging: SimulatedAveraging) -> None:
         """Add the worker's share of what an averaging has yielded, less the snapshot in it, to the model."""
         assert self.model is not None
-        parameters, new, before, part = self.model.parameters, averaging.mean, self.snapshot, slice(None)
+        parameters, new, before, part = self.model.parameters, averaging.mean, self.snapshot, None
         step = averaging.averaging.outer_step
         if step is not None and self.worker in averaging.averaging.group:
             part = fragment_of(step, self.cluster.fragments, len(parameters))
@@ -239,8 +239,10 @@ class AveragingWorker(SimulatedWorker):
         if not is_new and not averaging.averaging.includes_buffers:
             share *= 1.0 - self.cluster.mixing
         is_replaced = before is None or (parameters is before and share == 1)
-        changed = parameters.copy()
-        changed[part] = new[part] if is_replaced else parameters[part] + share * (new[part] - before[part])
+        changed = new if is_replaced else parameters + share * (new - before)
+        if part is not None:
+            changed, all_changed = parameters.copy(), changed
+            changed[part] = all_changed[part]
         self.model = MomentumState(changed, self.model.velocity)
         if averaging.averaging.includes_buffers and self.outer_state:
             self.outer_state[0] = averaging.mean.copy()
@@ -295,22 +297,25 @@ class AveragingWorker(SimulatedWorker):
         )
 
     def _report_end(self, *, has_mean: bool) -> None:
-        event = self.averaging_protocol.finish(model_steps=self._snapshot_steps, has_mean=has_mean)
-        self.cluster.send_event(self.worker, replace(event, now_s=self.cluster.arrival_s(self.worker)))
+        event = self.averaging_protocol.finish(
+            model_steps=self._snapshot_steps, has_mean=has_mean, now_s=self.cluster.arrival_s(self.worker)
+        )
+        self.cluster.send_event(self.worker, event)
 
     def _send_ready(self) -> None:
         """Make the step with its own model, report it, and wait for an averaging, or train on."""
-        cluster, loop = self.cluster, self.sample_loop
+        cluster, loop, protocol = self.cluster, self.sample_loop, self.averaging_protocol
         assert self.model is not None
         gradient = cluster.problem.gradient(self.model, self.worker, self.gradients_computed - 1)
         self.model = cluster.problem.step(self.model, gradient)
         self._end_overlapped()
-        self.averaging_protocol.count_step()
+        protocol.count_step()
         self.steps_taken += 1
-        if cluster.overlap and self.averaging_protocol.is_ready:
+        is_ready = protocol.is_ready
+        if cluster.overlap and is_ready:
             self._take_snapshot()
         cluster.progress_s = self.active_s = cluster.engine.now_s
-        samples = sum(block.samples for block in loop.blocks)
+        samples = sum([block.samples for block in loop.blocks])
         compute_s, epoch, blocks = self._compute_s, loop.epoch, loop.contribute()
         self._compute_s = 0.0
         loop.end_round()
@@ -320,11 +325,11 @@ class AveragingWorker(SimulatedWorker):
         )
         if cluster.has_epoch_means and loop.epoch != epoch:
             self._send_epoch_ended(epoch, is_complete=False)
-        if not cluster.overlap and self.averaging_protocol.is_ready:
+        if not cluster.overlap and is_ready:
             return
         if self.is_leaving:
             self._send_left()
-        elif self.exchange is None and (averaging := self.averaging_protocol.averaging) is not None:
+        elif self.exchange is None and (averaging := protocol.averaging) is not None:
             self._take_part(averaging)  # in which it has to wait
         else:
             self._compute()
@@ -391,7 +396,7 @@ class SimulatedAveraging(BlockableExchange):
         """See `BlockableExchange.combine`."""
         weights = dict(zip(self.averaging.members, self.averaging.weights, strict=True))
         group = [worker for worker in _own_models(self._workers) if worker.model is not None]
-        self.mean = sum(weights[worker.worker] * worker.contribution for worker in group)
+        self.mean = sum([weights[worker.worker] * worker.contribution for worker in group])
         if (step := self.averaging.outer_step) is not None:
             donor = next(worker for worker in group if worker.worker not in step.behind)
             self.donor_outer_state = [flat.copy() for flat in donor.outer_state]
@@ -400,8 +405,9 @@ class SimulatedAveraging(BlockableExchange):
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.deliver`."""
+        assert isinstance(worker, AveragingWorker)
         if worker.activity != ENDED:
-            _own_models([worker])[0].on_average(self)
+            worker.on_average(self)
 
 
 def _own_models(workers: Sequence[SimulatedWorker]) -> list[AveragingWorker]:

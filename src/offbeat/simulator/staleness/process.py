@@ -536,7 +536,8 @@ class PsWorkerThread(SimulatedWorker):
         epoch, step = divmod(self.steps_finished, cluster.setting.epoch_steps)
         if self.loop is not None:
             epoch, step = self.loop.epoch, int(self.loop.epoch_share * cluster.setting.epoch_steps)
-        takes_s = self.stopwatch.next_s(epoch, step, cluster.setting.epoch_steps, self.steps_finished)
+        takes_s = self.stopwatch.next_s()
+        takes_s *= self.stopwatch.slowdown(epoch, step, cluster.setting.epoch_steps, self.steps_finished)
         self._step.computed_s += takes_s
         self._compute_for(takes_s)
 

@@ -43,7 +43,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar, NoReturn, assert_never, cast
 
 from offbeat.errors import OffbeatError
@@ -328,7 +327,9 @@ class SimulatedCluster:
     def send_event(self, worker: int, event: Event) -> None:
         """Send an event of a worker to the coordinator."""
         simulated = self._workers[worker]
-        at_s = max(simulated.uplink_s, self.engine.now_s + simulated.latency_s)
+        at_s = self.engine.now_s + simulated.latency_s
+        if at_s < simulated.uplink_s:
+            at_s = simulated.uplink_s
         simulated.uplink_s = at_s
         if self._may_resend and self.is_exactly_once:
             simulated.sent_events.append(event)
@@ -421,14 +422,13 @@ class SimulatedCluster:
         common = []
         for action in actions:
             self._check_action(action)
-            kind = type(action)
-            if _is_common(kind):
+            if isinstance(action, ToAllWorkers):
                 common.append(action)
                 self.coordinator.keep_last(action)
-            elif kind not in _NOT_SIMULATED:
+            elif not isinstance(action, _NOT_SIMULATED):
                 for worker in self._recipients(action):
                     self._send(worker, (action,))
-            if type(action) is RejectPeer:
+            if isinstance(action, RejectPeer):
                 self.coordinator.joined.discard(int(action.peer.removeprefix("worker-")))
         if common:
             for worker in sorted(self.coordinator.joined):
@@ -436,9 +436,9 @@ class SimulatedCluster:
 
     def _recipients(self, action: Action) -> list[int]:
         """Return the workers that receive an action, ascending."""
-        joined = self.coordinator.joined
-        if action.named_recipients is not None:
-            return sorted(worker for worker in action.named_recipients if worker in joined)
+        joined, named = self.coordinator.joined, action.named_recipients
+        if named is not None:
+            return sorted([worker for worker in named if worker in joined])
         return [worker for worker in sorted(joined) if action.is_for(Recipient(f"worker-{worker}", worker))]
 
     def _check_action(self, action: Action) -> None:
@@ -468,16 +468,21 @@ class SimulatedCluster:
 
     def _schedule_delivery(self, worker: int, number: int, actions: tuple[Action, ...]) -> None:
         simulated = self._workers[worker]
-        simulated.downlink_s = max(simulated.downlink_s, self.engine.now_s + simulated.latency_s)
+        at_s = self.engine.now_s + simulated.latency_s
+        if at_s > simulated.downlink_s:
+            simulated.downlink_s = at_s
         self.engine.schedule(
             simulated.downlink_s, self._deliver, (simulated, self.coordinator.incarnation, number, actions)
         )
 
     def _deliver(self, message: tuple[SimulatedWorker, int, int, tuple[Action, ...]]) -> None:
         worker, incarnation, number, actions = message
-        if worker.worker in self.vectorized_group and all(isinstance(action, EndEpoch) for action in actions):
-            return  # members ignore it
-        self.vectorized_group.dissolve()
+        if self.vectorized_group.is_formed:
+            if worker.worker in self.vectorized_group and all(
+                isinstance(action, EndEpoch) for action in actions
+            ):
+                return  # members ignore it
+            self.vectorized_group.dissolve()
         if incarnation != self.coordinator.incarnation or not worker.is_alive:
             return
         if self._may_resend and self.is_exactly_once:
@@ -774,7 +779,7 @@ class SimulatedCluster:
     def _restart_coordinator(self, _: Any) -> None:
         """Replay the log and reconnect all live workers, which resend what may have been lost."""
         coordinator = self.coordinator
-        coordinator.restart(self.engine.now_s, lambda action: _is_common(type(action)))
+        coordinator.restart(self.engine.now_s)
         for worker in sorted(self._workers):
             simulated = self._workers[worker]
             if not simulated.is_alive:
@@ -821,12 +826,6 @@ class SimulatedCluster:
         sent = self.coordinator.sent[simulated.worker]
         for number in range(simulated.received_messages, len(sent)):
             self._schedule_delivery(simulated.worker, number, sent[number])
-
-
-@cache
-def _is_common(kind: type[Action]) -> bool:
-    """Whether all workers receive the actions of a type; asking an abstract class each time is slow."""
-    return issubclass(kind, ToAllWorkers)
 
 
 def _node(peer: int | None) -> int:

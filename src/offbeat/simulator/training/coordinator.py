@@ -9,7 +9,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from offbeat.events import Action, Event, Joined, Left, Lost, PeerReachable, PeerUnreachable
+from offbeat.events import (
+    Action,
+    Event,
+    Joined,
+    Left,
+    Lost,
+    PeerReachable,
+    PeerUnreachable,
+    ToAllWorkers,
+)
 from offbeat.policies import Policy, dispatch_event
 
 
@@ -82,21 +91,17 @@ class SimulatedCoordinator:
         self.incarnation += 1
         del self.log[self._durable :]
 
-    def restart(self, now_s: float, is_common: Callable[[Action], bool]) -> None:
-        """Start again: replay the log, which must give the same actions.
-
-        Args:
-            now_s: the engine's time.
-            is_common: whether an action is one for `keep_last`.
-        """
+    def restart(self, now_s: float) -> None:
+        """Start again at the engine's time `now_s`: replay the log, which must give the same actions."""
         self.is_down = False
         self.policies = list(self._build())
         self.last_actions.clear()
         for event, actions in self.log:
             if tuple(dispatch_event(self.policies, event)) != actions:
                 self._fail_invariant(f"a replay of the log gives other actions for {event}")
-            for action in filter(is_common, actions):
-                self.keep_last(action)
+            for action in actions:
+                if isinstance(action, ToAllWorkers):
+                    self.keep_last(action)
         events = [event for event, _ in self.log]
         self.recorded = Counter(getattr(event, "worker", -1) for event in events if type(event) is not Lost)
         self.joined = {event.worker for event in events if isinstance(event, Joined)}

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class HistoryProblem:
         return one == other
 
 
-@dataclass(frozen=True)
-class MomentumState:
+class MomentumState(NamedTuple):
     """Parameters and velocity of SGD with momentum: float64, shape (parameters,) each."""
 
     parameters: Any

@@ -73,6 +73,11 @@ class VectorizedGroup:
         return self._exchange is not None and worker in self._id_set
 
     @property
+    def is_formed(self) -> bool:
+        """Whether it computes rounds now."""
+        return self._exchange is not None
+
+    @property
     def step(self) -> int:
         """Steps that all its members have finished; 0 without a vectorized group."""
         return 0 if self._exchange is None else self._exchange.step

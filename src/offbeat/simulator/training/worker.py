@@ -235,10 +235,11 @@ class SimulatedWorker:
 
     def answer(self, action: Action) -> list[Event]:
         """Pass an action to the worker's protocol; send and return its answers."""
+        answers = self.protocol.handle(action)
+        if not answers:
+            return answers
         cluster = self.cluster
-        answers = [
-            replace(answer, now_s=cluster.arrival_s(self.worker)) for answer in self.protocol.handle(action)
-        ]
+        answers = [replace(answer, now_s=cluster.arrival_s(self.worker)) for answer in answers]
         for answer in answers:
             cluster.send_event(self.worker, answer)
         return answers
@@ -363,28 +364,33 @@ class SimulatedWorker:
 
     def _compute(self) -> None:
         cluster = self.cluster
-        if self.loop is not None:
-            following = self.loop.next_activity()
-            if following is LoopActivity.WAIT:
-                self.activity = REQUESTING
-                return
-            if following is LoopActivity.OVER:
-                self._finish(self.loop.epoch - 1)
-                return
-            if following is LoopActivity.ROUND:
-                self._send_ready()
-                return
-            if following is LoopActivity.EPOCH_END:
-                self._wait_for_epoch_mean(self.loop.epoch - 1)
+        loop = self.loop
+        if loop is not None:
+            following = loop.next_activity()
+            if following is not LoopActivity.BATCH:
+                self._act_between_batches(loop, following)
                 return
         self.activity = COMPUTING
-        step = self.membership.step + self.steps_outside
-        epoch, step_in_epoch = divmod(step, cluster.setting.epoch_steps)
-        if self.loop is not None:
-            epoch, step_in_epoch = self.loop.epoch, int(self.loop.epoch_share * cluster.setting.epoch_steps)
-        compute_s = self.stopwatch.next_s(epoch, step_in_epoch, cluster.setting.epoch_steps, step)
+        compute_s = self.stopwatch.next_s()
+        if not self.stopwatch.is_never_slowed:
+            step, epoch_steps = self.membership.step + self.steps_outside, cluster.setting.epoch_steps
+            epoch, step_in_epoch = divmod(step, epoch_steps)
+            if loop is not None:
+                epoch, step_in_epoch = loop.epoch, int(loop.epoch_share * epoch_steps)
+            compute_s *= self.stopwatch.slowdown(epoch, step_in_epoch, epoch_steps, step)
         self._compute_s += compute_s
         self._compute_for(compute_s)
+
+    def _act_between_batches(self, loop: SimulatedLoop, activity: LoopActivity) -> None:
+        """Do what follows in the loop where that is no batch."""
+        if activity is LoopActivity.WAIT:
+            self.activity = REQUESTING
+        elif activity is LoopActivity.OVER:
+            self._finish(loop.epoch - 1)
+        elif activity is LoopActivity.ROUND:
+            self._send_ready()
+        else:
+            self._wait_for_epoch_mean(loop.epoch - 1)
 
     def _compute_for(self, for_s: float) -> None:
         engine = self.cluster.engine
