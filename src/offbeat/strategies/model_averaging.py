@@ -230,7 +230,8 @@ class DiLoCo(LocalSGD):
     more steps in between. With `fragments` a part of the model at a time is averaged, so that less is sent at
     once. At the end of an epoch and of the training workers get the mean of their models, as under `PReduce`.
 
-    The outer optimizer's momentum is not saved in checkpoints: after a resume it begins at zero.
+    A checkpoint holds the common model and the outer optimizer's momentum. After a resume the next averaging
+    follows a whole round of steps later. From a checkpoint of another strategy the momentum begins at zero.
 
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models";
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, mixing); for

@@ -63,6 +63,7 @@ from offbeat.events import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStateLoaded,
     OuterStep,
     PeerReachable,
     PeerUnreachable,
@@ -189,6 +190,9 @@ class ModelAveraging:
                 self._handle_averaged(event)
             case EpochEnded():
                 self._handle_epoch_ended(event)
+            case OuterStateLoaded():
+                self._roster.require(event, event.worker)
+                self._groups.continue_after(event.rounds)
             case SamplesRequested() | CheckpointQuery():
                 self._handle_query(event)
             case Finished():

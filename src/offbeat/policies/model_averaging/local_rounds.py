@@ -177,6 +177,10 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.add_newcomer`."""
         self._versions[worker] = [-1] * self._fragments
 
+    def continue_after(self, rounds: int) -> None:
+        """See `GroupMaker.continue_after`: the next part, and its step's number, follow from it."""
+        self._rounds = max(self._rounds, rounds)
+
     def _versions_of(self, worker: int) -> list[int]:
         return self._versions.setdefault(worker, [0] * self._fragments)
 

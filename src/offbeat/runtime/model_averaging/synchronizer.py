@@ -19,8 +19,10 @@ one that is cancelled. All else happens in the worker's thread. Nothing here dec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
-from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
+from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, OuterStateLoaded, Ready
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
@@ -50,6 +52,10 @@ from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
+
+_OUTER_STATE: Final = "outer_optimizer"  # in a checkpoint
+
+_log = logging.getLogger("offbeat")
 
 
 class ModelAveragingSynchronizer:
@@ -182,7 +188,10 @@ class ModelAveragingSynchronizer:
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory)
         if self._outer_optimizer is not None:
-            self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
+            names = [str(self._trained.name_of(one)) for one in parameters if one.numel()]
+            self._outer = OuterState(
+                self._outer_optimizer, self._fragments, self._parameters, names, self._memory
+            )
         self._snapshots = SnapshotAveraging(
             self._parameters,
             client,
@@ -211,9 +220,25 @@ class ModelAveragingSynchronizer:
         self._snapshots = None  # what arrives from now on begins nothing on a device that is closed
         self._device.close()
 
-    def on_state_loaded(self, step: int) -> None:
-        """See `Synchronizer.on_state_loaded`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`: the outer optimizer's state."""
+        if self._outer is None:
+            return {}
+        self._device.synchronize()  # the anchor may be on its way to the host
+        return {_OUTER_STATE: self._outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """See `Synchronizer.load_state_dict`; without an outer optimizer's state that begins anew."""
         self._steps = step
+        if self._outer is None:
+            return
+        if outer_state := state.get(_OUTER_STATE):
+            self._outer.load_state_dict(outer_state)
+            self._loop.send_event(
+                OuterStateLoaded(now_s=0.0, worker=self._loop.worker, rounds=self._outer.rounds)
+            )
+        elif step and self.is_leader:
+            _log.warning("the checkpoint has no state of an outer optimizer: its momentum begins at zero")
 
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`."""
