@@ -72,6 +72,7 @@ class ModelAveragingSynchronizer:
         assigns_samples: samples are assigned as they are needed.
         outer_optimizer: steps from the mean of the models; None if that becomes the model.
         fragments: parts of the parameters that the outer optimizer steps by themselves.
+        delay: see `SnapshotAveraging`.
         mixing: the share of its own model that a worker keeps, from 0 up to below 1.
     """
 
@@ -86,10 +87,11 @@ class ModelAveragingSynchronizer:
         assigns_samples: bool,
         outer_optimizer: OuterOptimizer | None = None,
         fragments: int = 1,
+        delay: int | None = None,
         mixing: float = 0.0,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
-        self._overlap, self._assigns_samples = overlap, assigns_samples
+        self._overlap, self._delay, self._assigns_samples = overlap, delay, assigns_samples
         self._has_epoch_means = has_epoch_means
         self._outer_optimizer, self._fragments, self._mixing = outer_optimizer, fragments, mixing
         self._outer: OuterState | None = None
@@ -198,6 +200,7 @@ class ModelAveragingSynchronizer:
             self._protocol,
             self._open_exchange,
             overlap=self._overlap,
+            delay=self._delay,
             outer=self._outer,
             share=1.0 - self._mixing,
         )
@@ -378,9 +381,10 @@ class ModelAveragingSynchronizer:
         assert self._snapshots is not None
         with self._client.lock:  # an averaging may arrive between the two looks
             averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
+        is_due = self._snapshots.is_due(self._steps)
         if averaging is None:
-            return not self._overlap and is_ready
-        return not self._snapshots.trains_on(averaging)
+            return is_ready and is_due
+        return is_due or not self._snapshots.trains_on(averaging)
 
     def _average(self, what: str) -> AverageModels | None:
         """Wait for an averaging or the end of the job, take part in it and report its end.

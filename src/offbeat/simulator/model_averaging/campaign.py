@@ -66,6 +66,9 @@ def draw_case(seed: int) -> ModelFaultCase:
         batches_per_round=chance.choice([1, 1, 1, 2]),
     )
     policy, arguments = _draw_policy(chance, seed)
+    overlap = chance.random() < 0.5
+    if policy is LocalSteps and overlap:
+        arguments["delay"] = _draw_delay(random.Random(f"delay {seed}"), **arguments)
     return ModelFaultCase(
         policy=policy,
         setting=replace(
@@ -81,7 +84,7 @@ def draw_case(seed: int) -> ModelFaultCase:
         arguments=arguments
         | {
             "timeout_s": 100.0,
-            "overlap": chance.random() < 0.5,
+            "overlap": overlap,
             "global_every": chance.choice(["epoch", "epoch", None if policy is LocalSteps else 3, None]),
         },
     )
@@ -116,6 +119,11 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
     }
 
 
+def _draw_delay(chance: random.Random, *, every: int, fragments: int, **_: Any) -> int | None:
+    longest = every // max(1, fragments) - 1
+    return chance.choice([None, 1, longest]) if longest else None
+
+
 def run_case(
     seed: int,
     build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies,
@@ -138,6 +146,7 @@ def run_case(
         overlap=case.arguments["overlap"],
         has_epoch_means=case.arguments["global_every"] == "epoch",
         fragments=max(1, case.arguments.get("fragments", 0)),
+        delay=case.arguments.get("delay"),
         outer_optimizer=OuterOptimizer(momentum_every=1 + seed % 3),
     )
     try:
