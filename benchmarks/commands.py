@@ -458,6 +458,19 @@ class RaceOptions:
     download: Download = False
 
 
+@_benchmark("diloco_anchors", minutes=1, needs="the network, for torchft")
+@dataclass(frozen=True, kw_only=True)
+class DilocoAnchorsOptions:
+    """Difference of the common models of diloco from those of torchft's DiLoCo, on the same batches."""
+
+    workers: Workers = 4
+    rounds: Annotated[int, typer.Option(min=1, help="Outer steps.")] = 25
+    every: Annotated[int, typer.Option(min=1, help="Steps of a worker in each round.")] = 16
+    batch_size: BatchSize = 16
+    lr: Annotated[float, typer.Option(help="Learning rate of the inner SGD with momentum 0.9.")] = 0.01
+    seed: Seed = 0
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

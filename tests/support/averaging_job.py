@@ -10,6 +10,7 @@ from offbeat.events import (
     EpochEnded,
     Finished,
     Lost,
+    OuterStateLoaded,
     Ready,
 )
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
@@ -52,6 +53,9 @@ class Job:
     def averaged(self, worker, *, has_mean=True):
         ended = self.workers[worker].finish(model_steps=1, has_mean=has_mean)
         return self.emit(replace(ended, now_s=self.now_s))
+
+    def load_outer_state(self, worker, rounds):
+        return self.emit(OuterStateLoaded(now_s=self.now_s, worker=worker, rounds=rounds))
 
     def end_all(self):
         """All members of all averagings have the mean."""

@@ -50,6 +50,7 @@ from offbeat.events import (
     NodeLost,
     NodeResumed,
     NodeSilent,
+    OuterStateLoaded,
     OuterStep,
     PartEvaluated,
     Participant,
@@ -200,6 +201,7 @@ EXAMPLES = [
         ),
     ),
     EpochEnded(now_s=2.0, worker=1, epoch=3, is_complete=True),
+    OuterStateLoaded(now_s=2.0, worker=1, rounds=7),
     Preempted(now_s=2.0, worker=1, step=9, signal="SIGTERM"),
     Evaluated(now_s=2.0, worker=0, epoch=1, metrics={"loss": -0.5, "accuracy_percent": 91.5}),
     SnapshotTaken(

@@ -151,7 +151,7 @@ class Worker:
                 device.adopt(tensor)
         self.lock = _Lock(self.late_device)
         self.endpoint = _Endpoint(self.late_device, f"link {seed} {worker}")
-        self.membership = SimpleNamespace(is_member=worker == MEMBER, step=0)
+        self.membership = SimpleNamespace(is_member=worker == MEMBER)
         self.block_queue = BlockQueue()
         self.arrived = {}
         self.late_gradients = LateGradients(self, self, device)
@@ -208,7 +208,7 @@ class LateTraining:
         ]
         self.member.endpoint.peer, self.outside.endpoint.peer = self.outside.endpoint, self.member.endpoint
         self._late = next((one.late_device for one in workers if one.late_device is not None), None)
-        self._assignment, self._stage = -1, "idle"
+        self._assignment, self._stage, self._steps = -1, "idle", 0
         self._inputs = torch.randn(2 * STEPS, 3, 4, generator=torch.Generator().manual_seed(seed))
         self.begun_with, self.states, self.added = [], [], 0
 
@@ -261,8 +261,8 @@ class LateTraining:
         self.member.compute(inputs, with_seldom=self._random.random() < 0.5)
         self._add_gradients()
         with self.member.lock:
-            self.member.membership.step += 1
-        self.member.late_gradients.finish_step()
+            self._steps += 1
+        self.member.late_gradients.finish_step(self._steps)
         if self.member.late_device is None:
             state = self.member.model.state_dict().values()
             self.states.append([one.clone() for one in state])

@@ -84,6 +84,7 @@ from offbeat.events.training import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStateLoaded,
     OuterStep,
     Peer,
     PeerList,
@@ -164,6 +165,7 @@ __all__ = [
     "NodeLost",
     "NodeResumed",
     "NodeSilent",
+    "OuterStateLoaded",
     "OuterStep",
     "PartEvaluated",
     "Participant",
@@ -228,6 +230,7 @@ Event: TypeAlias = (
     | Halted
     | Evaluated
     | EpochEnded
+    | OuterStateLoaded
     | Preempted
     | SnapshotTaken
     | PartEvaluated

@@ -316,6 +316,19 @@ class EpochEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterStateLoaded:
+    """A worker continues with the outer optimizer's state of a checkpoint.
+
+    Attributes:
+        rounds: rounds of which that state has the outer optimizer's step.
+    """
+
+    now_s: float
+    worker: int
+    rounds: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempted:
     """A signal announces that a worker's process will soon be terminated.
 

@@ -705,6 +705,7 @@ class Session:
             "model": self._trained.model.state_dict(),
             "optimizers": self._trained.optimizer_states(),
             "step": self.step,
+            "synchronizer": self._synchronizer.state_dict(),
             **data,
         }
 
@@ -728,7 +729,7 @@ class Session:
         self._trained.model.load_state_dict(state["model"])
         self._trained.load_optimizer_states(state["optimizers"])
         self._steps_taken = state["step"]
-        self._synchronizer.on_state_loaded(state["step"])
+        self._synchronizer.load_state_dict(state.get("synchronizer", {}), state["step"])
         self._source.load_state_dict(state)
 
 

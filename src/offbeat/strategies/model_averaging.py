@@ -233,17 +233,21 @@ class DiLoCo(LocalSGD):
     more steps in between. With `fragments` a part of the model at a time is averaged, so that less is sent at
     once. At the end of an epoch and of the training workers get the mean of their models, as under `PReduce`.
 
-    The outer optimizer's momentum is not saved in checkpoints: after a resume it begins at zero.
+    A checkpoint holds the common model and the outer optimizer's momentum. After a resume the next averaging
+    follows a whole round of steps later. From a checkpoint of another strategy the momentum begins at zero.
 
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models";
-    Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, mixing); for
-    delayed momentum see `OuterOptimizer`, for steps by pace and quorum `LocalRounds`. Deviations: with
-    `overlap` a mean is added as soon as it is there, with all that its worker has learnt meanwhile, not after
-    a fixed number of steps; fragments are equal parts of all parameters in their order, not layers.
+    Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, delay,
+    mixing); for delayed momentum see `OuterOptimizer`, for steps by pace and quorum `LocalRounds`.
+    Deviations: with `overlap` a worker keeps what it has learnt while a mean was under way; fragments are
+    equal parts of all parameters in their order, not layers.
 
     Args:
         every: optimizer steps of the fastest worker between two averagings of the same parameters.
         fragments: parts of the model, each averaged and stepped by itself, from 1 to `every`.
+        delay: with `overlap`, optimizer steps from when a worker's part is sent until it takes the common
+            one, for which it waits if it is not there yet; at least 1, and fewer than the steps between two
+            averagings. With None it takes it at the end of the step in which it is there.
         outer_rate, outer_momentum, momentum_every: see `OuterOptimizer`.
         mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
             below 1.
@@ -258,6 +262,7 @@ class DiLoCo(LocalSGD):
 
     every: int = 64
     fragments: int = 1
+    delay: int | None = None
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     momentum_every: int = 1
@@ -282,6 +287,7 @@ class DiLoCo(LocalSGD):
             **super().worker_arguments(),
             "outer_optimizer": self._outer_optimizer(),
             "fragments": self.fragments,
+            "delay": self.delay,
             "mixing": self.mixing,
         }
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from offbeat.events import RejectPeer, Tick
 from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
 from support.averaging_job import Job
@@ -11,8 +12,8 @@ def accept_any(group, worker):
     return True
 
 
-def rounds(every=10, quorum=None, grace_s=None, by_pace=True, fragments=0):
-    return LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)
+def rounds(every=10, quorum=None, grace_s=None, by_pace=True, fragments=0, delay=0):
+    return LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments, delay=delay)
 
 
 def all_ready(made, ready_s):
@@ -261,3 +262,90 @@ def test_with_overlap_the_first_steps_samples_count_too():
     job.ready(0, samples=30)
     job.ready(1, samples=10)
     assert job.averagings[-1].weights == (0.75, 0.25)
+
+
+# A fixed delay --------------------------------------------------------------------------------------------
+
+
+def test_the_steps_of_a_delay_are_steps_of_the_round():
+    assert rounds(every=10, by_pace=False, fragments=2, delay=3).steps(0) == 2
+    made = rounds(every=100, delay=30)
+    for worker, step_s in {0: 1.0, 1: 2.0, 2: 5.0}.items():
+        for number in range(5):
+            made.observe_step(worker, number * step_s, samples=1, step_s=step_s)
+    begin_round(made, (0, 1, 2))
+    assert [made.steps(worker) for worker in range(3)] == [70, 20, 1]
+
+
+def test_with_a_delay_a_model_counts_by_the_samples_up_to_its_snapshot():
+    made = rounds(delay=2)
+    for worker in (0, 1):
+        made.observe_step(worker, 1.0, samples=10, step_s=1.0)
+    made.add(0, 1.0)
+    made.observe_step(0, 2.0, samples=20, step_s=1.0)  # while it waits for the other one
+    made.add(1, 3.0)
+    assert made.pop_group(frozenset({0, 1}), 3.0, accept_any) == (0, 1)
+    assert made.weights((0, 1)) == (0.5, 0.5)
+    for worker in (0, 1):
+        made.end_averaging(worker, has_mean=True)
+    made.observe_step(1, 4.0, samples=5, step_s=1.0)
+    assert begin_round(made, (0, 1))[0] == (0.8, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"delay": 1, "overlap": False}, "expected overlap with a delay, got one of 1 steps"),
+        ({"delay": 0}, "at least 1 step and fewer than the 4 of a round, got 0"),
+        ({"delay": 4}, "at least 1 step and fewer than the 4 of a round, got 4"),
+    ],
+)
+def test_a_delay_needs_overlap_and_is_shorter_than_a_round(options, words):
+    with pytest.raises(ValueError, match=words):
+        LocalSteps(2, every=9, fragments=2, **{"overlap": True} | options)
+
+
+def delayed_job(world, **options):
+    """A job of rounds of 3 steps, of which workers make the last one while their models are averaged."""
+    job = Job(
+        world,
+        policy=LocalSteps,
+        every=3,
+        delay=1,
+        fragments=1,
+        by_pace=False,
+        overlap=True,
+        timeout_s=10.0,
+        **options,
+    )
+    job.end_all()
+    return job
+
+
+def rejected(actions):
+    return [one.peer for one in actions if isinstance(one, RejectPeer)]
+
+
+def test_with_a_delay_a_worker_that_waits_for_another_is_not_rejected_and_the_other_one_is():
+    job = delayed_job(3, quorum=3)
+    for _ in range(2):
+        job.ready(0)
+        job.ready(1)
+    job.now_s = 1.0
+    job.ready(0)  # and waits now
+    job.ready(1)
+    (peer,) = rejected(job.emit(Tick(now_s=12.0)))
+    assert peer == "worker-2"
+    assert job.averagings[-1].members == (0, 1)
+
+
+def test_with_a_delay_a_worker_is_not_late_for_the_time_for_which_others_kept_it_waiting():
+    job = delayed_job(4, quorum=3)
+    job.finished(3)  # it waits for the end from now on
+    for _ in range(3):
+        job.ready(0)
+        job.ready(1)
+    (peer,) = rejected(job.emit(Tick(now_s=11.0)))
+    assert peer == "worker-2"
+    assert job.averagings[-1].members == (0, 1)
+    assert not rejected(job.emit(Tick(now_s=11.5)))  # until they have had the time to take the mean

@@ -101,8 +101,11 @@ def train_in_double_precision(rank, emit, strategy):
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-def diloco_in_one_process(workers, every, fragments):
-    """DiLoCo of equally fast workers, with torch's Nesterov momentum; returns the mean of the models."""
+def diloco_in_one_process(workers, every, fragments, delay):
+    """DiLoCo, with torch's Nesterov momentum; returns the mean of the models.
+
+    With a delay, what a worker learns while its snapshot is averaged is kept.
+    """
     models = [network(0, normalizes=False).double() for _ in range(workers)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models]
     vector = nn.utils.parameters_to_vector
@@ -111,7 +114,7 @@ def diloco_in_one_process(workers, every, fragments):
     anchors = [nn.Parameter(vector(models[0].parameters()).detach()[part].clone()) for part in parts]
     outer = [torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True) for anchor in anchors]
     _, inputs, labels = data().tensors
-    steps = 0
+    steps, snapshots = 0, []
     for epoch in range(3):
         for batches in batches_in_step(SAMPLES, workers, BATCH, epoch):
             for model, optimizer, batch in zip(models, optimizers, batches, strict=True):
@@ -119,15 +122,17 @@ def diloco_in_one_process(workers, every, fragments):
                 nn.functional.cross_entropy(model(inputs[batch].double()), labels[batch]).backward()
                 optimizer.step()
             steps += 1
+            flats = [vector(model.parameters()).detach() for model in models]
+            if (steps + delay) % (every // fragments) == 0:
+                snapshots = [flat.clone() for flat in flats]
             if steps % (every // fragments):
                 continue
             number = (steps // (every // fragments) - 1) % fragments
-            flats = [vector(model.parameters()).detach() for model in models]
             anchor, part = anchors[number], parts[number]
-            anchor.grad = anchor.detach() - sum(flat[part] for flat in flats) / workers
+            anchor.grad = anchor.detach() - sum(snapshot[part] for snapshot in snapshots) / workers
             outer[number].step()
-            for model, flat in zip(models, flats, strict=True):
-                flat[part] = anchor.detach()
+            for model, flat, snapshot in zip(models, flats, snapshots, strict=True):
+                flat[part] += anchor.detach() - snapshot[part]
                 nn.utils.vector_to_parameters(flat, model.parameters())
     flat = sum(vector(model.parameters()).detach() for model in models) / workers
     nn.utils.vector_to_parameters(flat, models[0].parameters())
@@ -135,19 +140,23 @@ def diloco_in_one_process(workers, every, fragments):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_local_steps_with_an_outer_optimizer_equal_those_in_one_process(fragments):
+@pytest.mark.parametrize(("every", "delay"), [(4, None), (6, 2)])
+def test_local_steps_with_an_outer_optimizer_equal_those_in_one_process(fragments, every, delay):
+    """With a delay they do so while workers train on, though one of them is slow."""
     strategy = DiLoCo(
-        every=4,
+        every=every,
         fragments=fragments,
+        delay=delay,
         by_pace=False,
-        overlap=False,
+        overlap=delay is not None,
         shards="equal",
         quorum=2,
         global_every=None,
     )
-    results = values(run(train_in_double_precision, 2, strategy))
+    env = {} if delay is None else {"OFFBEAT_SLOW": "1:4"}
+    results = values(run(train_in_double_precision, 2, strategy, env=env))
     assert results[0] == results[1]
-    for name, tensor in diloco_in_one_process(2, 4, fragments).items():
+    for name, tensor in diloco_in_one_process(2, every, fragments, delay or 0).items():
         torch.testing.assert_close(
             torch.tensor(results[0][name], dtype=torch.float64), tensor, rtol=0, atol=1e-12
         )

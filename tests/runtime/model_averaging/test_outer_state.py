@@ -1,7 +1,9 @@
 """The outer optimizer's state of a worker: what its model moves by, and what one that is behind receives."""
 
+import pytest
 import torch
 
+from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels, OuterStep
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.runtime.devices.host import Host
@@ -32,7 +34,7 @@ class Worker:
         links = SimulatedLinks(Host())
         self.flat = FlatTensors(lambda: [self.value], links)
         optimizer = optimizer or OuterOptimizer(rate=1.0, momentum=0.0)
-        self.outer = OuterState(optimizer, fragments, self.flat, links)
+        self.outer = OuterState(optimizer, fragments, self.flat, ["value"], links)
         self.outer.begin()
 
     def average(self, mean, *, behind=False, anchor=0.0, momentum=0.0, fragment=0, number=0):
@@ -94,7 +96,7 @@ def test_after_a_mean_of_all_models_a_worker_that_is_behind_moves_from_that_mean
 
 def test_a_mean_of_all_models_before_the_first_step_is_the_anchor():
     worker = Worker(0.0)
-    fresh = OuterState(OuterOptimizer(), 1, worker.flat, SimulatedLinks(Host()))
+    fresh = OuterState(OuterOptimizer(), 1, worker.flat, ["value"], SimulatedLinks(Host()))
     fresh.take_anchor([torch.tensor([2.0])])
     worker.value.fill_(9.0)
     fresh.begin()
@@ -120,3 +122,26 @@ def test_parts_hold_all_elements_once_though_there_are_fewer_elements_than_parts
     for number in range(5):
         before, after = Fragment(number, 5).outside(flat)
         assert [*before.tolist(), *parts[number], *after.tolist()] == [0, 1, 2]
+
+
+def test_a_checkpoint_holds_anchor_momentum_and_rounds_by_the_parameters_names():
+    worker = Worker(8.0, OuterOptimizer(rate=1.0, momentum=0.5), fragments=2, elements=2)
+    worker.average(4.0, fragment=0, number=6)  # a gradient of 4
+    state = worker.outer.state_dict()
+    assert state["rounds"] == 13
+    assert state["anchor"]["value"].tolist() == [2.0, 8.0]
+    assert [one["value"].tolist() for one in state["buffers"]] == [[4.0, 0.0]]
+    other = Worker(0.0, OuterOptimizer(rate=1.0, momentum=0.5, momentum_every=2), fragments=2, elements=2)
+    other.outer.load_state_dict(state)
+    restored = other.outer.state_dict()
+    assert restored["rounds"] == 13
+    assert restored["anchor"]["value"].tolist() == [2.0, 8.0]
+    assert [one["value"].tolist() for one in restored["buffers"]] == [[4.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_checkpoint_of_other_parameters_is_refused():
+    worker = Worker(0.0)
+    state = worker.outer.state_dict()
+    state["anchor"]["frozen"] = state["anchor"]["value"]
+    with pytest.raises(OffbeatError, match="of the parameters value, got that of value, frozen"):
+        worker.outer.load_state_dict(state)

@@ -72,11 +72,11 @@ class Parameters:
 class Worker:
     """Worker 0 in the middle of its training, in no averaging."""
 
-    def __init__(self):
+    def __init__(self, **options):
         self.client, self.parameters, self.exchange = Client(), Parameters(), Exchange()
         self.protocol = ModelAveragingProtocol(0)
         self.snapshots = SnapshotAveraging(
-            self.parameters, self.client, self.protocol, lambda workers: self.exchange
+            self.parameters, self.client, self.protocol, lambda workers: self.exchange, **options
         )
 
     def receive(self, action):
@@ -143,10 +143,26 @@ def test_an_averaging_that_arrives_while_the_snapshot_is_taken_begins_once_when_
     assert worker.parameters.begun == [(8, 0.5)]
 
 
+def test_with_a_delay_the_mean_of_a_snapshot_is_due_so_many_steps_after_it_and_is_not_added_before():
+    worker = Worker(delay=3)
+    worker.snapshots.end_step(1)
+    worker.snapshots.end_step(2)  # it is ready still, and keeps its snapshot
+    worker.receive(AVERAGING)
+    worker.exchange.ended_s = 1.0
+    worker.exchange.is_told.set()
+    assert worker.snapshots.end_step(3) is None
+    assert [worker.snapshots.is_due(steps) for steps in (3, 4)] == [False, True]
+    assert (worker.parameters.snapshots, worker.snapshots.snapshot_steps) == (1, 1)
+    assert worker.snapshots.end_step(4) is None
+    assert worker.parameters.added == []
+    assert worker.snapshots.wait(DEADLINE_S)
+    assert worker.parameters.added == [1.0]
+
+
 class Synchronizer(ModelAveragingSynchronizer):
     """That of a worker whose loop has ended."""
 
-    worker = 0
+    worker, _steps = 0, 1
 
     def __init__(self, worker, events):
         self._client, self._protocol, self._snapshots = worker.client, worker.protocol, worker.snapshots
@@ -188,11 +204,10 @@ class ArrivesWhenItIsLookedFor(ModelAveragingProtocol):
 
 
 def test_without_overlap_a_worker_waits_though_the_averaging_arrives_while_it_looks_for_one():
-    worker = Worker()
+    worker = Worker(overlap=False)
     worker.protocol = ArrivesWhenItIsLookedFor(0)
     worker.protocol.count_step()
     synchronizer = Synchronizer(worker, [])
-    synchronizer._overlap = False
     worker.protocol.client = worker.client
     assert synchronizer._has_to_wait()
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from offbeat.events import ModelsAveraged, Ready
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
@@ -49,6 +50,12 @@ def test_the_seeds_hold_weights_shares_and_hosts():
     divided = [one for one in cases if one.policy is PragueAveraging and one.setting.hosts > 1]
     assert {one.arguments["mode"] for one in divided} == {"smart", "static", "random"}
     assert len(divided) > 10
+
+
+def test_the_seeds_hold_fixed_delays():
+    delays = [draw_case(seed).arguments.get("delay") for seed in SEEDS]
+    assert sum(delay is not None for delay in delays) > 5
+    assert {1, 15} <= {*delays}
 
 
 def build_with(kind):
@@ -262,6 +269,42 @@ def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
     assert cluster.averagings[1:] == [(0, 1, 2, 3)] * 31
     for worker in range(4):
         np.testing.assert_allclose(cluster._workers[worker].model.parameters, model, rtol=1e-10)
+
+
+class ClusterThatNotes(SimulatedModelCluster):
+    """Keeps all events."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.events = []
+
+    def handle_event(self, event):
+        self.events.append(event)
+        return super().handle_event(event)
+
+
+def test_with_a_delay_each_worker_takes_each_mean_so_many_steps_after_its_snapshot():
+    """Without faults, though worker 1 is slow, and lines are."""
+    samples = SampleSetting(epoch_samples=960, batch_size=2, epochs=1, batches_per_round=1)
+    slow = (parse_slow_rule("1:3"),)
+    setting = SimulationSetting(world=4, samples=samples, slow=slow, times=JitteredTimes())
+    arguments = {"every": 8, "fragments": 2, "delay": 3, "by_pace": False, "quorum": 4, "overlap": True}
+    policies = [Assembly(4), LocalSteps(4, global_every=None, **arguments)]
+    cluster = ClusterThatNotes(
+        setting, lambda: policies, overlap=True, has_epoch_means=False, fragments=2, delay=3
+    )
+    cluster.run()
+    rounds = {one.exchange_id for one in cluster.averagings if one.outer_step is not None}
+    steps, taken = dict.fromkeys(range(4), 0), {worker: [] for worker in range(4)}
+    for event in cluster.events:
+        if isinstance(event, Ready):
+            steps[event.worker] = event.step + 1
+        elif isinstance(event, ModelsAveraged) and event.exchange_id in rounds:
+            taken[event.worker].append((event.model_steps, steps[event.worker]))
+    common = min(len(one) for one in taken.values()) - 1  # the last ones end early, with the loops
+    assert common > 15
+    for pairs in taken.values():
+        assert pairs[:common] == [(4 * number + 1, 4 * number + 4) for number in range(common)]
 
 
 def test_workers_that_join_from_two_hosts_average_in_turn_between_them_and_within():

@@ -66,6 +66,7 @@ from offbeat.events import (
     Left,
     Lost,
     ModelsAveraged,
+    OuterStateLoaded,
     OuterStep,
     PeerReachable,
     PeerUnreachable,
@@ -126,6 +127,7 @@ class ModelAveraging:
         timeout_s: how long other workers wait for a worker that trains, in seconds.
         keeps_own_share: see `AverageModels`; not where all models are to be equal afterwards, and not where a
             member sends its model to new workers.
+        has_delay: with `overlap`, workers wait for an averaging after a fixed number of steps.
 
     Raises:
         ValueError: an argument is out of range.
@@ -142,6 +144,7 @@ class ModelAveraging:
         detector: Literal["on", "off"],
         timeout_s: float,
         keeps_own_share: bool = False,
+        has_delay: bool = False,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -158,7 +161,7 @@ class ModelAveraging:
         check_seconds("timeout_s", timeout_s)
         self._global_every = global_every
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
-        self._keeps_own_share = keeps_own_share
+        self._keeps_own_share, self._has_delay = keeps_own_share, has_delay
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._reachability = Reachability()
@@ -200,6 +203,9 @@ class ModelAveraging:
                 self._handle_averaged(event)
             case EpochEnded():
                 self._handle_epoch_ended(event)
+            case OuterStateLoaded():
+                self._roster.require(event, event.worker)
+                self._groups.continue_after(event.rounds)
             case SamplesRequested() | CheckpointQuery():
                 self._handle_query(event)
             case Finished():
@@ -322,7 +328,8 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
-        if not self._overlap or averaging.is_common or event.worker not in self._began_s:
+        waits = not self._overlap or self._has_delay
+        if waits or averaging.is_common or event.worker not in self._began_s:
             self._began_s[event.worker] = event.now_s
         self._active_s[event.worker] = event.now_s
         if event.has_mean:
@@ -444,6 +451,8 @@ class ModelAveraging:
                 waiting = waiting | averaging.pending
         if not self._overlap:
             waiting = waiting | self._groups.ready | self._exchange_of.keys()
+        elif self._has_delay:
+            waiting = waiting | self._groups.ready
         return [
             worker
             for worker in sorted(self._roster.training - waiting)
@@ -533,6 +542,8 @@ class ModelAveraging:
             reason = f"all models were averaged {self._global_every} steps ago"
             return [self._begin_averaging(everyone, self._joining(everyone), reason)]
         while group := self._next_group(expected, now_s):
+            if self._has_delay:
+                self._active_s |= dict.fromkeys(group, now_s)  # until now others may have kept it waiting
             reason = f"workers {', '.join(map(str, group))} are ready{self._watch.pop_reasons(group)}"
             joining = self._joining(group)
             action = self._begin_averaging(

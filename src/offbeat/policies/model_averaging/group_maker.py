@@ -96,6 +96,9 @@ class GroupMaker(Protocol):
     def add_newcomer(self, worker: int) -> None:
         """Note that a worker joins with the state of another one, not with that of the start."""
 
+    def continue_after(self, rounds: int) -> None:
+        """Note that the outer optimizer has made its steps of so many rounds before this job."""
+
     def steps(self, worker: int) -> int:
         """Return how many optimizer steps a worker makes until it is ready for its next averaging."""
 
@@ -170,6 +173,9 @@ class ReadyWorkers:
 
     def add_newcomer(self, worker: int) -> None:
         """See `GroupMaker.add_newcomer`."""
+
+    def continue_after(self, rounds: int) -> None:
+        """See `GroupMaker.continue_after`."""
 
     def steps(self, worker: int) -> int:
         """See `GroupMaker.steps`."""

@@ -36,6 +36,9 @@ class LocalRounds(ReadyWorkers):
     state, and what it has learnt counts in the round after. Each round holds a worker that is not behind, as
     long as there is one.
 
+    With a `delay`, a worker that is ready makes so many more steps, and then waits for the mean if it is not
+    there yet. They count as steps of its round.
+
     Source: Douillard et al. 2026, "Decoupled DiLoCo", for quorum and grace; Liu et al. 2024, "Asynchronous
     local-SGD training for language modeling", for steps by pace (dynamic local updates). Deviations: models
     are weighted by their samples only; the default grace is a share of the round.
@@ -47,6 +50,7 @@ class LocalRounds(ReadyWorkers):
             the time that it has taken until then.
         by_pace: slower workers make fewer steps.
         fragments: parts of the parameters, at least 1; 0 without an outer optimizer.
+        delay: steps from when a worker is ready until it takes the mean; 0 where it does when that is there.
     """
 
     def __init__(
@@ -57,9 +61,10 @@ class LocalRounds(ReadyWorkers):
         *,
         by_pace: bool,
         fragments: int = 0,
+        delay: int = 0,
     ) -> None:
         super().__init__()
-        self._fragments = fragments
+        self._fragments, self._delay = fragments, delay
         self._workers: set[int] = set()  # that have not finished
         self._rounds = 0
         self._behind: tuple[int, ...] | None = None  # in the group removed last; None if that is no round
@@ -73,6 +78,7 @@ class LocalRounds(ReadyWorkers):
         self._fastest_s: float | None = None  # the shortest median when the last round closed
         self._samples: dict[int, int] = {}  # by worker, in no round yet
         self._contributed: dict[int, int] = {}  # of these, by worker, those in the round that it is in
+        self._snapshot_samples: dict[int, int] = {}  # with a delay: when a worker was last ready
         self._all: set[int] | None = None  # see `_all_workers`; derived from the calls, not part of the state
 
     def observe_step(self, worker: int, now_s: float, *, samples: int, step_s: float) -> None:
@@ -81,6 +87,12 @@ class LocalRounds(ReadyWorkers):
             self._began_s = now_s - step_s
         self._step_times.observe(worker, step_s)
         self._samples[worker] = self._samples.get(worker, 0) + max(1, samples)
+
+    def add(self, worker: int, now_s: float) -> None:
+        """See `GroupMaker.add`; with a delay, what the worker learns from now on is not in its round."""
+        super().add(worker, now_s)
+        if self._delay:
+            self._snapshot_samples[worker] = self._samples.get(worker, 0)
 
     def on_joined(self, worker: int, host: str) -> None:
         """See `GroupMaker.on_joined`."""
@@ -116,6 +128,7 @@ class LocalRounds(ReadyWorkers):
         self._step_times.forget(worker)
         self._samples.pop(worker, None)
         self._contributed.pop(worker, None)
+        self._snapshot_samples.pop(worker, None)
         self._versions.pop(worker, None)
         self._next_versions.pop(worker, None)
 
@@ -169,7 +182,8 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.weights`: by samples."""
         if self._behind is None:
             return super().weights(group)
-        samples = {worker: self._samples.get(worker, 0) for worker in group if worker not in self._behind}
+        learnt = self._samples | self._snapshot_samples
+        samples = {worker: learnt.get(worker, 0) for worker in group if worker not in self._behind}
         self._contributed |= samples
         self._fastest_s = self._step_times.fastest_s
         total = sum(samples.values())
@@ -191,6 +205,10 @@ class LocalRounds(ReadyWorkers):
         """See `GroupMaker.add_newcomer`."""
         self._versions[worker] = [-1] * self._fragments
 
+    def continue_after(self, rounds: int) -> None:
+        """See `GroupMaker.continue_after`: the next part, and its step's number, follow from it."""
+        self._rounds = max(self._rounds, rounds)
+
     def _versions_of(self, worker: int) -> list[int]:
         return self._versions.setdefault(worker, [0] * self._fragments)
 
@@ -206,12 +224,16 @@ class LocalRounds(ReadyWorkers):
         parts = max(1, self._fragments)
         part = self._rounds % parts
         every = self._every * (part + 1) // parts - self._every * part // parts
+        return max(1, self._steps_of_round(worker, every) - self._delay)
+
+    def _steps_of_round(self, worker: int, every: int) -> int:
+        """Return how many steps a worker makes in a round in which the fastest one makes `every`."""
         if not self._by_pace:
             return every
         median_s = self._step_times.median_s(worker)
         if median_s is None or not self._fastest_s:
             return min(_FIRST_STEPS, every)
-        return max(1, round(every * self._fastest_s / max(self._fastest_s, median_s)))
+        return round(every * self._fastest_s / max(self._fastest_s, median_s))
 
     def state_dict(self) -> dict[str, Any]:
         """See `GroupMaker.state_dict`."""
@@ -222,6 +244,7 @@ class LocalRounds(ReadyWorkers):
             "fastest_s": self._fastest_s,
             "samples": [list(entry) for entry in self._samples.items()],
             "contributed": [list(entry) for entry in self._contributed.items()],
+            "snapshot_samples": [list(entry) for entry in self._snapshot_samples.items()],
             "workers": sorted(self._workers),
             "rounds": self._rounds,
             "version": self._version,
@@ -238,6 +261,7 @@ class LocalRounds(ReadyWorkers):
         self._step_times.load_state_dict(state["step_times"])
         self._fastest_s = state["fastest_s"]
         self._samples, self._contributed = dict(state["samples"]), dict(state["contributed"])
+        self._snapshot_samples = dict(state["snapshot_samples"])
         self._workers, self._rounds, self._version = set(state["workers"]), state["rounds"], state["version"]
         self._all = None
         self._versions = {worker: list(parts) for worker, parts in state["versions"]}

@@ -17,7 +17,8 @@ class LocalSteps(ModelAveraging):
 
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
-        every, quorum, grace_s, by_pace, fragments: see `LocalRounds`.
+        every, quorum, grace_s, by_pace, fragments, delay: see `LocalRounds`; a delay needs `overlap`, and is
+            shorter than a round.
         shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
 
     Raises:
@@ -33,6 +34,7 @@ class LocalSteps(ModelAveraging):
         grace_s: float | None = None,
         by_pace: bool = True,
         fragments: int = 0,
+        delay: int | None = None,
         shards: Literal["dynamic", "equal"] = "dynamic",
         overlap: bool = False,
         global_every: GlobalEvery = "epoch",
@@ -51,7 +53,16 @@ class LocalSteps(ModelAveraging):
             )
         if not 0 <= fragments <= every:
             raise ValueError(f"expected from 0 to {every} fragments, one step each at least, got {fragments}")
-        groups = LocalRounds(every, quorum, grace_s, by_pace=by_pace, fragments=fragments)
+        if delay is not None and not overlap:
+            raise ValueError(f"expected overlap with a delay, got one of {delay} steps without overlap")
+        shortest = every // max(1, fragments)
+        if delay is not None and not 1 <= delay < shortest:
+            raise ValueError(
+                f"expected a delay of at least 1 step and fewer than the {shortest} of a round, got {delay}"
+            )
+        groups = LocalRounds(
+            every, quorum, grace_s, by_pace=by_pace, fragments=fragments, delay=0 if delay is None else delay
+        )
         super().__init__(
             world,
             groups,
@@ -60,4 +71,5 @@ class LocalSteps(ModelAveraging):
             global_every=global_every,
             detector=detector,
             timeout_s=timeout_s,
+            has_delay=delay is not None,
         )

@@ -335,9 +335,10 @@ class GroupBinding:
         """
         with self._client.lock:
             self._membership.finish_step()
+            step = self._membership.step
             if self._membership.is_skip_due:
                 self._client.lock.notify_all()
-        self.late_gradients.finish_step()
+        self.late_gradients.finish_step(step)
         with self._client.lock:
             group = self._membership.group
             if not self._membership.is_member or self._is_current():

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -388,8 +388,12 @@ class GroupSynchronizer:
             self.binding.finish_step()
         self.averager.after_step()
 
-    def on_state_loaded(self, step: int) -> None:
-        """See `Synchronizer.on_state_loaded`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """See `Synchronizer.load_state_dict`."""
         self.averager.apply_deferred_step()
         if self.binding is not None:
             self.binding.membership.step = step

@@ -334,8 +334,13 @@ class LateGradients:
         """Whether a late gradient waits for this worker's next round."""
         return bool(self._accepted)
 
-    def finish_step(self) -> None:
-        """Send a copy of the parameters, after a step, to workers that wait for it."""
+    def finish_step(self, step: int) -> None:
+        """Send a copy of the parameters, after a step, to workers that wait for it.
+
+        Args:
+            step: optimizer steps in the parameters; `GroupMembership.step` may be ahead, where a round is
+                skipped meanwhile.
+        """
         if not self._awaited:
             return
         with self._client.lock:
@@ -345,13 +350,13 @@ class LateGradients:
                 if late_gradient.is_due
             ]
         if due and self._membership.is_member:
-            self._send_parameters(due)
+            self._send_parameters(due, step)
 
     @torch.no_grad()
-    def _send_parameters(self, due: list[tuple[int, _LateGradient]]) -> None:
+    def _send_parameters(self, due: list[tuple[int, _LateGradient]], step: int) -> None:
         tensors = [*self._parameters, *self._get_buffers()]
         message = _TensorMessage(1, tensors, self._device)
-        message.numbers_N[0] = self._membership.step
+        message.numbers_N[0] = step
         message.pack(tensors)
         for worker, late_gradient in due:
             late_gradient.is_due = False

@@ -116,6 +116,10 @@ class FlatTensors:
         """Return new vectors of the same shapes and dtypes."""
         return [self._memory.zeros(flat.numel(), flat.dtype) for flat in self.outputs]
 
+    def split(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the part of each tensor that has elements, in vectors of the same shapes and dtypes."""
+        return [part for _, part in self._parts(flats)]
+
     def _replace_read_memory(self) -> None:
         for flats in (self.contributions, self.outputs):
             for index, flat in enumerate(flats):

@@ -11,15 +11,20 @@ differs from the new one, so that all that it has learnt since then is kept, for
 
 The mean of all models, after an epoch, becomes the anchor, too: what workers have learnt is in it.
 
+A checkpoint holds anchor and buffers, by the parameters' names, and the number of rounds stepped. What its
+worker has learnt in the round under way is its model less its anchor.
+
 Nothing here decides who is behind, and nothing is sent but by the exchange.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels, OuterStep
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
@@ -33,14 +38,24 @@ class OuterState:
         optimizer: the same on all workers.
         fragments: parts of the parameters, each stepped by itself.
         parameters: the worker's.
+        names: of the parameters that have elements, in their order.
         memory: allocates vectors that exchanges send from.
+
+    Attributes:
+        rounds: rounds up to the last one whose step this worker has made, or that it continues after.
     """
 
     def __init__(
-        self, optimizer: OuterOptimizer, fragments: int, parameters: FlatTensors, memory: TensorMemory
+        self,
+        optimizer: OuterOptimizer,
+        fragments: int,
+        parameters: FlatTensors,
+        names: Sequence[str],
+        memory: TensorMemory,
     ) -> None:
         self._optimizer, self._fragments = optimizer, fragments
-        self._parameters, self._memory = parameters, memory
+        self._parameters, self._names, self._memory = parameters, names, memory
+        self.rounds = 0
         self._state: list[list[torch.Tensor]] = []  # for each vector of the parameters, anchor and buffers
         self._received: list[torch.Tensor] | None = None  # while this worker is behind
 
@@ -109,6 +124,7 @@ class OuterState:
             for flat, values in zip((anchor, *buffers), new, strict=True):
                 flat.copy_(values)
             fragment.of(output).copy_(anchor)
+        self.rounds = step.number * self._fragments + step.fragment + 1
         return before
 
     @torch.no_grad()
@@ -119,6 +135,35 @@ class OuterState:
         self._replace_read_memory()
         for (anchor, *_), mean in zip(self._state, means, strict=True):
             anchor.copy_(mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, in the host's memory that later steps change; empty before the first step."""
+        if not self._state:
+            return {}
+        anchor, *buffers = (
+            dict(zip(self._names, self._parameters.split(flats), strict=True))
+            for flats in zip(*self._state, strict=True)
+        )
+        return {"rounds": self.rounds, "anchor": anchor, "buffers": buffers}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`; a buffer that it lacks, with another `momentum_every`, begins at zero.
+
+        Raises:
+            OffbeatError: it is of other parameters.
+        """
+        if [*state["anchor"]] != [*self._names]:
+            raise OffbeatError(
+                f"expected the outer optimizer's state of the parameters {', '.join(self._names)}, got that "
+                f"of {', '.join(state['anchor'])}: freeze the parameters that were frozen when it was saved"
+            )
+        self._allocate()
+        saved = [state["anchor"], *state["buffers"]]
+        for flats, values in zip(zip(*self._state, strict=True), saved, strict=False):
+            for part, value in zip(self._parameters.split(flats), values.values(), strict=True):
+                part.copy_(value)
+        self.rounds = state["rounds"]
 
     def _replace_read_memory(self) -> None:
         """Replace memory that another worker may still read, because an exchange was abandoned."""

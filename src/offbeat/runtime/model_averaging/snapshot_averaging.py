@@ -6,6 +6,7 @@ thread begins to exchange the snapshot: the loop computes the next step meanwhil
 other waiting. At the end of the step in which the exchange has ended, the mean less the snapshot is added to
 the parameters, and `ModelsAveraged` is reported. Until then this worker is in no other averaging, and its
 snapshot does not change. Without `overlap` the worker waits instead, and the mean replaces its parameters.
+With a `delay` the mean is added so many steps after the snapshot was taken, and the worker waits for it then.
 
 With an outer optimizer, what that makes of the mean takes the mean's place (see `OuterState`).
 
@@ -37,6 +38,7 @@ class SnapshotAveraging:
         protocol: the worker's, which keeps the averaging that it is in.
         open_exchange: opens an exchange over some workers; it fails at once if the averaging is cancelled.
         overlap: the worker trains on meanwhile; else it calls `wait`, and the mean replaces its model.
+        delay: with `overlap`, steps from a snapshot until the worker calls `wait`; None where it does not.
         outer: the outer optimizer that follows, None without one.
         share: of the difference between mean and snapshot, what is added.
 
@@ -52,12 +54,13 @@ class SnapshotAveraging:
         open_exchange: Callable[[Sequence[int]], Exchange],
         *,
         overlap: bool = True,
+        delay: int | None = None,
         outer: OuterState | None = None,
         share: float = 1.0,
     ) -> None:
         self._parameters, self._client, self._protocol = parameters, client, protocol
         self._open_exchange, self._overlap = open_exchange, overlap
-        self._outer, self._share = outer, share
+        self._delay, self._outer, self._share = delay, outer, share
         self._is_taking_snapshot = False
         self.snapshot_steps = 0
         self._begun: AverageModels | None = None  # the averaging whose exchange has begun, or is about to
@@ -67,6 +70,12 @@ class SnapshotAveraging:
     def trains_on(self, averaging: AverageModels) -> bool:
         """Whether the worker trains on during an averaging."""
         return self._overlap and not averaging.makes_wait(self._client.worker)
+
+    def is_due(self, steps: int) -> bool:
+        """Whether a worker that has made so many steps waits for the averaging of its snapshot."""
+        if not self._overlap:
+            return True
+        return self._delay is not None and steps >= self.snapshot_steps + self._delay
 
     def is_of_snapshots(self, averaging: AverageModels) -> bool:
         """Whether snapshots are averaged, this worker's among them; else the models as they are."""
@@ -127,8 +136,9 @@ class SnapshotAveraging:
             with self._client.lock:
                 ended = self._protocol.finish(model_steps=self.snapshot_steps, has_mean=has_mean)
         with self._client.lock:
+            keeps_snapshot = self._delay is not None and self._protocol.is_ready
             self._protocol.count_step()
-            self._is_taking_snapshot = self._protocol.is_ready
+            self._is_taking_snapshot = self._protocol.is_ready and not keeps_snapshot
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
             self.snapshot_steps = steps
@@ -137,9 +147,9 @@ class SnapshotAveraging:
         return ended
 
     def _has_mean_to_add(self) -> bool:
-        """Whether an averaging during which the worker trains on has ended."""
+        """Whether an averaging during which the worker trains on has ended, without a fixed delay."""
         pending, averaging = self._pending, self._begun
-        if pending is None or averaging is None or not self.trains_on(averaging):
+        if pending is None or averaging is None or self._delay is not None or not self.trains_on(averaging):
             return False
         return all(one.ended_s is not None for one in pending)
 

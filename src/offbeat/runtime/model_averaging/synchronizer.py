@@ -19,8 +19,10 @@ one that is cancelled. All else happens in the worker's thread. Nothing here dec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
-from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, Ready
+from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, OuterStateLoaded, Ready
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
@@ -51,6 +53,10 @@ from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.state_copy import StateCopier, check_can_copy
 from offbeat.runtime.training.trained import TrainingState
 
+_OUTER_STATE: Final = "outer_optimizer"  # in a checkpoint
+
+_log = logging.getLogger("offbeat")
+
 
 class ModelAveragingSynchronizer:
     """A worker that owns its model and averages it with others; see `Synchronizer`.
@@ -66,6 +72,7 @@ class ModelAveragingSynchronizer:
         assigns_samples: samples are assigned as they are needed.
         outer_optimizer: steps from the mean of the models; None if that becomes the model.
         fragments: parts of the parameters that the outer optimizer steps by themselves.
+        delay: see `SnapshotAveraging`.
         mixing: the share of its own model that a worker keeps, from 0 up to below 1.
     """
 
@@ -80,10 +87,11 @@ class ModelAveragingSynchronizer:
         assigns_samples: bool,
         outer_optimizer: OuterOptimizer | None = None,
         fragments: int = 1,
+        delay: int | None = None,
         mixing: float = 0.0,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
-        self._overlap, self._assigns_samples = overlap, assigns_samples
+        self._overlap, self._delay, self._assigns_samples = overlap, delay, assigns_samples
         self._has_epoch_means = has_epoch_means
         self._outer_optimizer, self._fragments, self._mixing = outer_optimizer, fragments, mixing
         self._outer: OuterState | None = None
@@ -182,13 +190,17 @@ class ModelAveragingSynchronizer:
         parameters = [one for one in self._trained.model.parameters() if one.requires_grad]
         self._parameters = FlatTensors(lambda: parameters, self._memory)
         if self._outer_optimizer is not None:
-            self._outer = OuterState(self._outer_optimizer, self._fragments, self._parameters, self._memory)
+            names = [str(self._trained.name_of(one)) for one in parameters if one.numel()]
+            self._outer = OuterState(
+                self._outer_optimizer, self._fragments, self._parameters, names, self._memory
+            )
         self._snapshots = SnapshotAveraging(
             self._parameters,
             client,
             self._protocol,
             self._open_exchange,
             overlap=self._overlap,
+            delay=self._delay,
             outer=self._outer,
             share=1.0 - self._mixing,
         )
@@ -211,9 +223,25 @@ class ModelAveragingSynchronizer:
         self._snapshots = None  # what arrives from now on begins nothing on a device that is closed
         self._device.close()
 
-    def on_state_loaded(self, step: int) -> None:
-        """See `Synchronizer.on_state_loaded`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`: the outer optimizer's state."""
+        if self._outer is None:
+            return {}
+        self._device.synchronize()  # the anchor may be on its way to the host
+        return {_OUTER_STATE: self._outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """See `Synchronizer.load_state_dict`; without an outer optimizer's state that begins anew."""
         self._steps = step
+        if self._outer is None:
+            return
+        if outer_state := state.get(_OUTER_STATE):
+            self._outer.load_state_dict(outer_state)
+            self._loop.send_event(
+                OuterStateLoaded(now_s=0.0, worker=self._loop.worker, rounds=self._outer.rounds)
+            )
+        elif step and self.is_leader:
+            _log.warning("the checkpoint has no state of an outer optimizer: its momentum begins at zero")
 
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`."""
@@ -353,9 +381,10 @@ class ModelAveragingSynchronizer:
         assert self._snapshots is not None
         with self._client.lock:  # an averaging may arrive between the two looks
             averaging, is_ready = self._protocol.averaging, self._protocol.is_ready
+        is_due = self._snapshots.is_due(self._steps)
         if averaging is None:
-            return not self._overlap and is_ready
-        return not self._snapshots.trains_on(averaging)
+            return is_ready and is_due
+        return is_due or not self._snapshots.trains_on(averaging)
 
     def _average(self, what: str) -> AverageModels | None:
         """Wait for an averaging or the end of the job, take part in it and report its end.

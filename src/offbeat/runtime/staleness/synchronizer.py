@@ -249,8 +249,12 @@ class ServerSynchronizer:
             self._process.release()
         self._device.close()
 
-    def on_state_loaded(self, step: int) -> None:
-        """See `Synchronizer.on_state_loaded`."""
+    def state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """See `Synchronizer.load_state_dict`."""
         if self._has_begun:
             raise OffbeatError("training has begun already: load a state before the first step")
         self._steps = step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch.optim import Optimizer
 
@@ -229,11 +229,18 @@ class Synchronizer(Protocol):
             WorkerError: the job failed.
         """
 
-    def on_state_loaded(self, step: int) -> None:
-        """Continue from a loaded state of `step` finished steps.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this object beyond model and optimizers; often nothing."""
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Continue from a checkpoint, whose model and optimizers are loaded already.
+
+        Args:
+            state: a `state_dict`, possibly of another strategy's synchronizer.
+            step: finished optimizer steps.
 
         Raises:
-            OffbeatError: training has begun already.
+            OffbeatError: training has begun already, or `state` is of another model.
         """
 
     def complete_state(self) -> None:

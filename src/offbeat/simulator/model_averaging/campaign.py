@@ -76,6 +76,8 @@ def draw_case(seed: int) -> ModelFaultCase:
         "global_every": chance.choice(["epoch", "epoch", None if policy is LocalSteps else 3, None]),
         "detector": chance.choice(["on", "on", "off"]),
     }
+    if policy is LocalSteps and common["overlap"]:
+        arguments["delay"] = _draw_delay(random.Random(f"delay {seed}"), **arguments)
     network = setting.network
     if chance.random() < 0.3:
         slow = Line(latency_s=network.latency_s, bytes_per_s=network.bytes_per_s / chance.choice([20, 500]))
@@ -126,6 +128,11 @@ def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging]
     }
 
 
+def _draw_delay(chance: random.Random, *, every: int, fragments: int, **_: Any) -> int | None:
+    longest = every // max(1, fragments) - 1
+    return chance.choice([None, 1, longest]) if longest else None
+
+
 def run_case(
     seed: int,
     build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies,
@@ -148,6 +155,7 @@ def run_case(
         overlap=case.arguments["overlap"],
         has_epoch_means=case.arguments["global_every"] == "epoch",
         fragments=max(1, case.arguments.get("fragments", 0)),
+        delay=case.arguments.get("delay"),
         outer_optimizer=OuterOptimizer(momentum_every=1 + seed % 3),
     )
     try:

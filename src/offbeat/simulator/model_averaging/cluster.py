@@ -43,8 +43,7 @@ class SimulatedModelCluster(SimulatedCluster):
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
-        fragments: see `ModelSimulation`.
-        outer_optimizer, mixing: see `ModelSimulation`.
+        fragments, delay, outer_optimizer, mixing: see `ModelSimulation`.
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
@@ -59,13 +58,14 @@ class SimulatedModelCluster(SimulatedCluster):
         overlap: bool,
         has_epoch_means: bool,
         fragments: int = 1,
+        delay: int | None = None,
         outer_optimizer: OuterOptimizer | None = None,
         mixing: float = 0.0,
         problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
-        self.fragments, self.mixing = fragments, mixing
+        self.fragments, self.delay, self.mixing = fragments, delay, mixing
         self.outer_optimizer = outer_optimizer or OuterOptimizer()
         self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[tuple[int, ...]] = []

@@ -53,6 +53,7 @@ class ModelSimulation(Simulation, Protocol):
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
         fragments: parts of the parameters that the outer optimizer steps by themselves.
+        delay: with `overlap`, steps from a snapshot until a worker takes the mean; None for when it is there.
         outer_optimizer: of workers that make local steps.
         mixing: the share of its own model that a worker keeps.
     """
@@ -60,6 +61,7 @@ class ModelSimulation(Simulation, Protocol):
     overlap: bool
     has_epoch_means: bool
     fragments: int
+    delay: int | None
     outer_optimizer: OuterOptimizer
     mixing: float
 
@@ -308,11 +310,13 @@ class AveragingWorker(SimulatedWorker):
         assert self.model is not None
         gradient = cluster.problem.gradient(self.model, self.worker, self.gradients_computed - 1)
         self.model = cluster.problem.step(self.model, gradient)
-        self._end_overlapped()
+        if cluster.delay is None:
+            self._end_overlapped()
+        keeps_snapshot = cluster.delay is not None and protocol.is_ready
         protocol.count_step()
         self.steps_taken += 1
         is_ready = protocol.is_ready
-        if cluster.overlap and is_ready:
+        if cluster.overlap and is_ready and not keeps_snapshot:
             self._take_snapshot()
         cluster.progress_s = self.active_s = cluster.engine.now_s
         samples = sum([block.samples for block in loop.blocks])
@@ -329,10 +333,23 @@ class AveragingWorker(SimulatedWorker):
             return
         if self.is_leaving:
             self._send_left()
-        elif self.exchange is None and (averaging := protocol.averaging) is not None:
+            return
+        if self._is_due:
+            self._end_overlapped()
+            if protocol.is_ready or self.exchange is not None:
+                self._activity_before = WAITING
+                return
+        averaging, has_ended = protocol.averaging, self.has_difference or self._has_given_up
+        if averaging is not None and self.exchange is None and not has_ended:
             self._take_part(averaging)  # in which it has to wait
         else:
             self._compute()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether it takes the mean of its snapshot now, or waits for it."""
+        delay = self.cluster.delay
+        return delay is not None and self.steps_taken >= self._snapshot_steps + delay
 
     def _end_overlapped(self) -> None:
         """At the end of a step, add what the averaging under way has yielded."""
