@@ -71,7 +71,7 @@ ROOMS = {
         "ps": (),
         "membership": ("data", "stragglers"),
         "staleness": ("data", "stragglers", "ps"),
-        "model_averaging": ("data", "membership"),
+        "model_averaging": ("data", "membership", "stragglers"),
     },
     "numerics": {"collectives": (), "nimble": (), "ps": ()},
     "runtime": {

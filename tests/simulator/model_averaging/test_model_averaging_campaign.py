@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from offbeat.events import ModelsAveraged, Ready
+from offbeat.events import AverageModels, ModelsAveraged, Ready
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
@@ -272,15 +272,20 @@ def test_with_all_workers_in_a_group_and_constant_weights_models_stay_equal():
 
 
 class ClusterThatNotes(SimulatedModelCluster):
-    """Keeps all events."""
+    """Keeps all events and the averagings that are rounds."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self.events = []
+        self.events, self.rounds = [], set()
 
     def handle_event(self, event):
         self.events.append(event)
         return super().handle_event(event)
+
+    def _check_action(self, action):
+        if isinstance(action, AverageModels) and action.outer_step is not None:
+            self.rounds.add(action.exchange_id)
+        super()._check_action(action)
 
 
 def test_with_a_delay_each_worker_takes_each_mean_so_many_steps_after_its_snapshot():
@@ -294,12 +299,11 @@ def test_with_a_delay_each_worker_takes_each_mean_so_many_steps_after_its_snapsh
         setting, lambda: policies, overlap=True, has_epoch_means=False, fragments=2, delay=3
     )
     cluster.run()
-    rounds = {one.exchange_id for one in cluster.averagings if one.outer_step is not None}
     steps, taken = dict.fromkeys(range(4), 0), {worker: [] for worker in range(4)}
     for event in cluster.events:
         if isinstance(event, Ready):
             steps[event.worker] = event.step + 1
-        elif isinstance(event, ModelsAveraged) and event.exchange_id in rounds:
+        elif isinstance(event, ModelsAveraged) and event.exchange_id in cluster.rounds:
             taken[event.worker].append((event.model_steps, steps[event.worker]))
     common = min(len(one) for one in taken.values()) - 1  # the last ones end early, with the loops
     assert common > 15

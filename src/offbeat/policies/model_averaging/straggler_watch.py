@@ -92,7 +92,7 @@ class StragglerWatch:
         judged = [worker for worker in known or members if worker in self._last_s]  # others have finished
         for worker in judged:
             self._last_s[worker].append(time_s)
-        fast_s, step_s = sorted(self._averagings_s)[len(self._averagings_s) // 4], median(self._steps_s)
+        fast_s, step_s = sorted(self._averagings_s)[(len(self._averagings_s) - 1) // 4], median(self._steps_s)
         least_s = {worker: min(self._last_s[worker]) for worker in judged}
         slow = {
             worker
