@@ -7,16 +7,19 @@ this module does not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from offbeat.cli import entry, output
 from offbeat.cli.options import Data, DataDir, Download, Json, Model, expand_options
+
+if TYPE_CHECKING:
+    from offbeat.cli.result import Result
 
 Options = TypeVar("Options")
 
@@ -61,7 +64,8 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
     """Make a dataclass the options of a command, which is documented by its docstring.
 
     Args:
-        module: of the benchmark: its `run` gets the options and the command line, and returns the result.
+        module: of the benchmark: its `run` gets the options and the command line, and returns the result,
+            or an iterator of results, each with all that was measured so far.
         minutes: see `Benchmark`.
         needs: see `Benchmark`.
     """
@@ -69,15 +73,13 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
 
     def add_command(kind: type[Options]) -> type[Options]:
         def command(options: Any, json: Json = None) -> None:
-            from offbeat.cli.result import check_writable
+            from offbeat.cli.result import Result, check_writable
 
             check_writable(json)
             run = import_module(f"benchmarks.{module}").run
             start_s = time.monotonic()
-            result = run(options, command=entry.command_line("python -m benchmarks"))
-            result = replace(result, duration_s=round(time.monotonic() - start_s, 1))
-            result.print()
-            result.write(json)
+            found = run(options, command=entry.command_line("python -m benchmarks"))
+            keep_results([found] if isinstance(found, Result) else found, json, start_s)
 
         command.__annotations__["options"] = kind
         bench.command(name, help=kind.__doc__)(expand_options(command))
@@ -85,6 +87,27 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
         return kind
 
     return add_command
+
+
+def keep_results(results: Iterable[Result], json: Path | None, start_s: float) -> None:
+    """Write each result to a file, which it replaces; print the last one, also if what yields them fails.
+
+    Args:
+        results: of one benchmark, each with all that was measured so far.
+        json: the file; None for none.
+        start_s: when the benchmark started, by the monotonic clock.
+
+    Raises:
+        OffbeatError: the file cannot be written.
+    """
+    last = None
+    try:
+        for result in results:
+            last = replace(result, duration_s=round(time.monotonic() - start_s, 1))
+            last.write(json)
+    finally:
+        if last is not None:
+            last.print()
 
 
 @bench.command("list")
@@ -453,6 +476,9 @@ class RaceOptions:
         float,
         typer.Option(min=1.0, help="Length of a step, in ms; more than all workers' compute time together."),
     ] = 25.0
+    points: Annotated[
+        int, typer.Option(min=1, help="Points of lockstep's curve; at each, all test samples are evaluated.")
+    ] = 60
     download: Download = False
 
 
