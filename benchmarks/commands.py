@@ -482,6 +482,42 @@ class RaceOptions:
     download: Download = False
 
 
+@_benchmark("language", minutes=10, needs="tinyshakespeare.txt")
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions:
+    """Loss of a small GPT on tinyshakespeare after as many tokens, of strategies beside bsp."""
+
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="By default diloco:every=16, beside bsp; repeatable.")
+    ] = None
+    workers: Workers = 4
+    epochs: Epochs = 5
+    batch_size: BatchSize = 16
+    tokens: Annotated[int, typer.Option(min=1, help="Characters of a window.")] = 64
+    width: Annotated[int, typer.Option(min=4, help="Size of a token in the model, a multiple of 4.")] = 64
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 2
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at 0.")] = 1
+    data_dir: DataDir = None
+
+
+@_benchmark("local_steps", minutes=3, needs="root")
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsOptions:
+    """Time of a step relative to computing where workers average their models on slow lines; timed."""
+
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="By default localsgd:every=64 and diloco:every=64; repeatable."),
+    ] = None
+    model: Model = "resnet18"
+    workers: Workers = 4
+    rate_mbit: RateMbit = 100
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each worker.")] = 256
+    step_ms: StepMs = 100.0
+    seed: Seed = 0
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -22,7 +22,6 @@ and *pace* is the number of samples per second until then.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from benchmarks.peer_environments import interpreter_with
 from benchmarks.peers import PEERS
 from benchmarks.race_worker import RaceSettings, Recording, load_flat_model, read_recording
 from benchmarks.workers import print_progress, run_workers
-from offbeat.cli.result import Result, machine
+from offbeat.cli.result import Result, figure_part, machine
 from offbeat.cli.training_worker import accuracy
 from offbeat.data import Splits, load_data_set, resolve_data_dir
 from offbeat.runtime.control import environment
@@ -127,7 +126,7 @@ class Method:
         """As in figures."""
         if self.peer is not None:
             return f"peer_{self.peer}"
-        return re.sub(r"[^A-Za-z0-9]+", "_", str(self.strategy)).strip("_")
+        return figure_part(str(self.strategy))
 
 
 @dataclass(frozen=True, kw_only=True)
