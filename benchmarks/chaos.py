@@ -1,7 +1,8 @@
 """Workers of a job are killed and stopped at random, and replaced.
 
 The model counts: it has one number per sample, changed by one whenever the sample is used. So at the end
-every replica shows how often each sample was used, by any worker. Steps wait for a given time, so that two
+every replica shows how often each sample was used, by any worker; where workers average their models, the run
+log shows it. Steps wait for a given time, so that two
 cores can stand for one machine per worker.
 """
 
@@ -33,11 +34,12 @@ from torch.utils.data import TensorDataset
 from benchmarks.commands import ChaosOptions, RayChaosOptions
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
-from offbeat.events import Joined, Lost, Ready
+from offbeat.events import AssignBlocks, Joined, Lost, Ready
 from offbeat.runtime.control import environment
 from offbeat.runtime.processes import child
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
+from offbeat.strategies.model_averaging import AveragesModels
 from offbeat.wire.log_file import read_log
 
 _ENDS_S = 120.0  # added to the time limit of a job
@@ -81,7 +83,8 @@ class ChaosTrial:
     """Measurements of one run of the job.
 
     Attributes:
-        uses: how often each sample was used, by the replica of each worker that finished.
+        uses: how often each sample was used, by the replica of each worker that finished; or by the run log,
+            once, where workers average their models.
         began_s, ended_s: the first and the last Ready event.
         alive_s: seconds in which workers lived and ran in that time, summed over workers.
         recover_s: for each fault, the time until a round that began after it was complete.
@@ -191,9 +194,13 @@ def compare_trials(
 
 
 def _used(trial: ChaosTrial) -> float:
-    if any(uses != trial.uses[0] for uses in trial.uses):
-        raise OffbeatError("the workers' replicas differ in the end: see the run log")
+    _check_equal(trial.uses)
     return sum(trial.uses[0])
+
+
+def _check_equal(replicas: Sequence[list[float]]) -> None:
+    if any(replica != replicas[0] for replica in replicas):
+        raise OffbeatError("the workers' replicas differ in the end: see the run log")
 
 
 @dataclass
@@ -298,10 +305,14 @@ class _Job:
 
     def trial(self) -> ChaosTrial:
         """Return the measurements from the workers' results and the run log."""
-        uses = [
+        log = self.folder / "log.jsonl"
+        models = [
             json.loads(one.result_path.read_text()) for one in self._processes if one.result_path.exists()
         ]
-        return read_trial(self.folder / "log.jsonl", uses, self.faults)
+        if not isinstance(parse_strategy(self.settings.strategy), AveragesModels):
+            return read_trial(log, models, self.faults)
+        _check_equal(models)
+        return read_trial(log, [read_uses(log, self.settings.samples)], self.faults)
 
 
 def current_epoch(log: Path) -> int:
@@ -347,6 +358,24 @@ def read_trial(log: Path, uses: list[list[float]], faults: Sequence[Fault]) -> C
         faults=faults,
         recover_s=[_recovered_s(fault.at_s, readies) for fault in faults],
     )
+
+
+def read_uses(log: Path, samples: int) -> list[float]:
+    """Return how often each of `samples` positions of an epoch was used, by a job's run log.
+
+    A mean of models does not show it: there a sample counts for less than one.
+    """
+    ranges: dict[int, tuple[tuple[int, int], ...]] = {}
+    uses = [0.0] * samples
+    for entry in read_log(log).entries:
+        if isinstance(entry, AssignBlocks):
+            ranges.update((block.id, block.ranges) for block in entry.blocks)
+        elif isinstance(entry, Ready):
+            for block in entry.blocks:
+                for start, stop in ranges[block]:
+                    for position in range(start, stop):
+                        uses[position] += 1
+    return uses
 
 
 def _overlap_s(from_s: float, until_s: float, began_s: float, ended_s: float) -> float:

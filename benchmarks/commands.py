@@ -7,16 +7,19 @@ this module does not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from offbeat.cli import entry, output
 from offbeat.cli.options import Data, DataDir, Download, Json, Model, expand_options
+
+if TYPE_CHECKING:
+    from offbeat.cli.result import Result
 
 Options = TypeVar("Options")
 
@@ -61,7 +64,8 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
     """Make a dataclass the options of a command, which is documented by its docstring.
 
     Args:
-        module: of the benchmark: its `run` gets the options and the command line, and returns the result.
+        module: of the benchmark: its `run` gets the options and the command line, and returns the result,
+            or an iterator of results, each with all that was measured so far.
         minutes: see `Benchmark`.
         needs: see `Benchmark`.
     """
@@ -69,15 +73,13 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
 
     def add_command(kind: type[Options]) -> type[Options]:
         def command(options: Any, json: Json = None) -> None:
-            from offbeat.cli.result import check_writable
+            from offbeat.cli.result import Result, check_writable
 
             check_writable(json)
             run = import_module(f"benchmarks.{module}").run
             start_s = time.monotonic()
-            result = run(options, command=entry.command_line("python -m benchmarks"))
-            result = replace(result, duration_s=round(time.monotonic() - start_s, 1))
-            result.print()
-            result.write(json)
+            found = run(options, command=entry.command_line("python -m benchmarks"))
+            keep_results([found] if isinstance(found, Result) else found, json, start_s)
 
         command.__annotations__["options"] = kind
         bench.command(name, help=kind.__doc__)(expand_options(command))
@@ -85,6 +87,27 @@ def _benchmark(module: str, *, minutes: float, needs: str = "") -> Callable[[typ
         return kind
 
     return add_command
+
+
+def keep_results(results: Iterable[Result], json: Path | None, start_s: float) -> None:
+    """Write each result to a file, which it replaces; print the last one, also if what yields them fails.
+
+    Args:
+        results: of one benchmark, each with all that was measured so far.
+        json: the file; None for none.
+        start_s: when the benchmark started, by the monotonic clock.
+
+    Raises:
+        OffbeatError: the file cannot be written.
+    """
+    last = None
+    try:
+        for result in results:
+            last = replace(result, duration_s=round(time.monotonic() - start_s, 1))
+            last.write(json)
+    finally:
+        if last is not None:
+            last.print()
 
 
 @bench.command("list")
@@ -455,6 +478,9 @@ class RaceOptions:
         float,
         typer.Option(min=1.0, help="Length of a step, in ms; more than all workers' compute time together."),
     ] = 25.0
+    points: Annotated[
+        int, typer.Option(min=1, help="Points of lockstep's curve; at each, all test samples are evaluated.")
+    ] = 60
     download: Download = False
 
 
@@ -468,6 +494,42 @@ class DilocoAnchorsOptions:
     every: Annotated[int, typer.Option(min=1, help="Steps of a worker in each round.")] = 16
     batch_size: BatchSize = 16
     lr: Annotated[float, typer.Option(help="Learning rate of the inner SGD with momentum 0.9.")] = 0.01
+    seed: Seed = 0
+
+
+@_benchmark("language", minutes=10, needs="tinyshakespeare.txt")
+@dataclass(frozen=True, kw_only=True)
+class LanguageOptions:
+    """Loss of a small GPT on tinyshakespeare after as many tokens, of strategies beside bsp."""
+
+    strategy: Annotated[
+        list[str] | None, typer.Option(help="By default diloco:every=16, beside bsp; repeatable.")
+    ] = None
+    workers: Workers = 4
+    epochs: Epochs = 5
+    batch_size: BatchSize = 16
+    tokens: Annotated[int, typer.Option(min=1, help="Characters of a window.")] = 64
+    width: Annotated[int, typer.Option(min=4, help="Size of a token in the model, a multiple of 4.")] = 64
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 2
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 3e-3
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds, starting at 0.")] = 1
+    data_dir: DataDir = None
+
+
+@_benchmark("local_steps", minutes=3, needs="root")
+@dataclass(frozen=True, kw_only=True)
+class LocalStepsOptions:
+    """Time of a step relative to computing where workers average their models on slow lines; timed."""
+
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(help="By default localsgd:every=64 and diloco:every=64; repeatable."),
+    ] = None
+    model: Model = "resnet18"
+    workers: Workers = 4
+    rate_mbit: RateMbit = 100
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each worker.")] = 256
+    step_ms: StepMs = 100.0
     seed: Seed = 0
 
 

@@ -8,7 +8,6 @@ and its stale models cost, and nothing of what a real step costs.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from benchmarks.commands import MethodsOptions
 from benchmarks.workers import print_progress
-from offbeat.cli.result import Result
+from offbeat.cli.result import Result, figure_part
 from offbeat.data.sets import load_data_set
 from offbeat.events import Block
 from offbeat.policies import Policy
@@ -144,7 +143,7 @@ def ratios_to_bsp(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         key = (setting, strategy)
         best_s[key] = min(best_s.get(key, math.inf), mean(times_s))
     return {
-        f"simulated_time_ratio_to_bsp_{_figure_name(strategy)}_{setting}": time_s / best_s[setting, _BSP]
+        f"simulated_time_ratio_to_bsp_{figure_part(strategy)}_{setting}": time_s / best_s[setting, _BSP]
         for (setting, strategy), time_s in best_s.items()
         if strategy != _BSP and math.isfinite(time_s) and math.isfinite(best_s[setting, _BSP])
     }
@@ -278,7 +277,3 @@ def _mean_parameters(cluster: SimulatedCluster) -> Any:
     if own:
         return np.mean(own, axis=0)
     return max(workers, key=lambda one: one.membership.round).state.parameters
-
-
-def _figure_name(strategy: str) -> str:
-    return re.sub("[^A-Za-z0-9]+", "_", strategy)

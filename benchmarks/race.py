@@ -22,7 +22,6 @@ and *pace* is the number of samples per second until then.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from benchmarks.peer_environments import interpreter_with
 from benchmarks.peers import PEERS
 from benchmarks.race_worker import RaceSettings, Recording, load_flat_model, read_recording
 from benchmarks.workers import print_progress, run_workers
-from offbeat.cli.result import Result, machine
+from offbeat.cli.result import Result, figure_part, machine
 from offbeat.cli.training_worker import accuracy
 from offbeat.data import Splits, load_data_set, resolve_data_dir
 from offbeat.runtime.control import environment
@@ -52,7 +51,6 @@ STRATEGIES: Final = ("preduce", "adpsgd", "prague", "partial")
 FREE: Final = "free"
 _QUIET: Final = {"RUST_LOG": "error", "LOGURU_LEVEL": "WARNING", "HIVEMIND_LOGLEVEL": "ERROR"}
 _SPARE_EPOCHS = 1
-_POINTS = 60  # of lockstep's curve
 _START_S, _LONGEST = 600.0, 4.0  # a run may take this long to start, and then so many times lockstep's time
 
 
@@ -128,7 +126,7 @@ class Method:
         """As in figures."""
         if self.peer is not None:
             return f"peer_{self.peer}"
-        return re.sub(r"[^A-Za-z0-9]+", "_", str(self.strategy)).strip("_")
+        return figure_part(str(self.strategy))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +251,8 @@ def figures(curves: Sequence[RaceCurve], batch_size: int, step_s: float) -> dict
     }
 
 
-def run(options: RaceOptions, *, command: str) -> Result:
-    """Train with every method in every case.
+def run(options: RaceOptions, *, command: str) -> Iterator[Result]:
+    """Train with every method in every case; yield the result of all cases so far after each of them.
 
     Raises:
         OffbeatError: no root, the data are missing, a library could not be installed, or a worker failed.
@@ -289,7 +287,11 @@ def run(options: RaceOptions, *, command: str) -> Result:
                     requirement = None if method.peer is None else PEERS[method.peer].requirement
                     interpreter = None if requirement is None else interpreters[requirement]
                     settings = _settings(options, folder, splits, case, method, places)
-                    curves.append(_train(settings, splits.test, method, case, places, interpreter))
+                    curves.append(_train(options, settings, splits.test, method, case, places, interpreter))
+            yield _result(options, command, curves, ", ".join(interpreters))
+
+
+def _result(options: RaceOptions, command: str, curves: Sequence[RaceCurve], peers: str) -> Result:
     step_s = options.step_ms / 1000
     return Result(
         name="race",
@@ -306,7 +308,7 @@ def run(options: RaceOptions, *, command: str) -> Result:
             data=options.data,
             batch_size=options.batch_size,
             stretched_step_ms=options.step_ms,
-            peers=", ".join(interpreters),
+            peers=peers,
         ),
     )
 
@@ -367,7 +369,7 @@ def _settings(
         every=options.every,
         seed=case.seed,
         step_s=step_s,
-        interval_s=steps * step_s * slowness.lockstep_factor(case.workers) / _POINTS,
+        interval_s=steps * step_s * slowness.lockstep_factor(case.workers) / options.points,
         slow=slowness.rules(case.workers),
         addresses=tuple(place.address for place in places),
         interface=places[0].interface,
@@ -376,6 +378,7 @@ def _settings(
 
 
 def _train(
+    options: RaceOptions,
     settings: RaceSettings,
     test: TensorDataset,
     method: Method,
@@ -398,7 +401,7 @@ def _train(
         prefix=[place.prefix for place in places],
         master_addr=places[0].address,
         interpreter=interpreter,
-        timeout_s=_START_S + _LONGEST * _POINTS * settings.interval_s,
+        timeout_s=_START_S + _LONGEST * options.points * settings.interval_s,
     )
     recordings = [read_recording(Path(settings.folder) / f"{rank}.pt") for rank in range(case.workers)]
     model = settings.build_model()

@@ -274,16 +274,17 @@ class EncoderLayer(nn.Module):
     dropout.
     """
 
-    def __init__(self, *, width: int, heads: int) -> None:
+    def __init__(self, *, width: int, heads: int, is_causal: bool = False) -> None:
         """Initialise the weights.
 
         Args:
             width: size of a token, a multiple of `heads`; the hidden layer of the perceptron has 4 times as
                 many units.
             heads: number of attention heads.
+            is_causal: a token attends to itself and earlier ones only.
         """
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_causal = heads, is_causal
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.norm1 = nn.LayerNorm(width)
@@ -295,7 +296,8 @@ class EncoderLayer(nn.Module):
         """Tokens (B, T, width) to tokens of the same shape."""
         b, t, width = tokens.shape
         q, k, v = self.qkv(tokens).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, width)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+        attended = attended.transpose(1, 2).reshape(b, t, width)
         x = self.norm1(tokens + self.attention_out(attended))
         normed: Tensor = self.norm2(x + self.mlp_out(F.gelu(self.hidden(x))))
         return normed

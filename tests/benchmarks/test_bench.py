@@ -9,11 +9,12 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from benchmarks import allreduce, gpu, overhead, ray_chaos, slow_line, tls
+from benchmarks import allreduce, gpu, local_steps, overhead, ray_chaos, slow_line, tls
 from benchmarks.__main__ import main
 from benchmarks.commands import (
     AllreduceOptions,
     GpuOptions,
+    LocalStepsOptions,
     OverheadOptions,
     RayChaosOptions,
     SlowLineOptions,
@@ -130,6 +131,18 @@ def test_slow_line_gives_the_pace_before_and_after():
     counts = {"steps_until_left_out", "others_left_out_count", "tried_again_count"}
     assert set(result.figures) == paces | counts
     assert all(result.figures[pace] > 0 for pace in paces)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_local_steps_gives_the_ratio_to_computing_of_each_strategy():
+    options = LocalStepsOptions(
+        model="mlp", workers=2, rate_mbit=1000, steps=8, step_ms=10, strategy=["localsgd:every=4", "bsp"]
+    )
+    result = local_steps.run(options, command="test")
+    names = {"time_ratio_to_compute_localsgd_every_4", "time_ratio_to_compute_bsp"}
+    assert result.figures.keys() == names
+    assert all(ratio > 0.9 for ratio in result.figures.values())  # a step waits at least as long
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Facts that the chaos benchmark reads from a job, and its counting model."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from benchmarks.chaos import (
 )
 from benchmarks.commands import ChaosOptions
 from offbeat.errors import OffbeatError
-from offbeat.events import Joined, Lost, Ready
+from offbeat.events import AssignBlocks, Block, Joined, Lost, Ready
 from offbeat.wire.log_file import LogWriter
 
 SETTINGS = ChaosSettings(strategy="partial", step_ms=1.0, batch_size=2, samples=8, epochs=2, seed=0)
@@ -100,6 +101,38 @@ def test_replicas_that_differ_are_an_error(ended):
     (ended.folder / "2.json").write_text(json.dumps([2.0] * 7 + [1.0]))
     with pytest.raises(OffbeatError, match="differ"):
         _used(ended.trial())
+
+
+def assigned(worker, *blocks):
+    return AssignBlocks(
+        worker=worker,
+        epoch=0,
+        replaces_queue=False,
+        blocks=tuple(Block(id=id_, epoch=0, ranges=ranges) for id_, ranges in blocks),
+        is_last=False,
+        is_awaited=False,
+        consumed=0,
+        reason="next samples",
+    )
+
+
+def test_where_models_are_averaged_a_sample_counts_once_for_each_step_that_names_its_block(tmp_path):
+    log = LogWriter(tmp_path / "log.jsonl", {"job": "1", "policies": []})
+    log.add_event(joined(0, 0.0))
+    log.add_event(joined(1, 0.0))
+    log.add_actions([assigned(0, (0, ((0, 2),)), (1, ((2, 4),))), assigned(1, (2, ((4, 5), (6, 8))))])
+    log.add_event(replace(ready(0, 1.0, 0), blocks=(0,)))
+    log.add_event(Lost(now_s=1.5, worker=0, cause="it was killed"))  # with block 1, which is assigned again
+    log.add_actions([assigned(1, (3, ((2, 4),)))])
+    log.add_event(replace(ready(1, 2.0, 0), blocks=(2, 3)))
+    log.close()
+    job = _Job(replace(SETTINGS, strategy="diloco"), 2, tmp_path)
+    job._processes = [_Process(worker, None, tmp_path / f"{worker}.json") for worker in range(2)]
+    (tmp_path / "1.json").write_text(json.dumps([0.5] * 8))
+    assert job.trial().uses == [[1, 1, 1, 1, 1, 0, 1, 1]]
+    (tmp_path / "0.json").write_text(json.dumps([0.25] * 8))
+    with pytest.raises(OffbeatError, match="differ"):
+        job.trial()
 
 
 def test_a_job_that_ends_before_its_first_fault_is_an_error():

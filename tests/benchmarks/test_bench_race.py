@@ -224,7 +224,8 @@ def test_the_race_for_real(line, tmp_path):
     path = tmp_path / "result.json"
     words = (
         f"race --data digits --workers 2 --slow one5x --line {line} --seeds 1 --samples 640 --epochs 1 "
-        f"--step-ms 10 --strategy preduce:P=2 --peer ddp --peer post_local_sgd --every 4 --json {path}"
+        f"--step-ms 10 --points 30 --strategy preduce:P=2 --peer ddp --peer post_local_sgd --every 4 "
+        f"--json {path}"
     )
     assert main(words.split()) == 0
     result = json.loads(path.read_text())
@@ -241,6 +242,29 @@ def test_the_race_for_real(line, tmp_path):
     )
     end = "" if line == "free" else "_1000mbit"
     assert 0.1 < result["figures"][f"final_accuracy_bsp_2w_one5x{end}"] <= 1
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
+def test_each_case_is_in_the_result_as_soon_as_it_has_ended():
+    options = RaceOptions(
+        data="digits",
+        workers=[2],
+        slow=["none"],
+        line=["free"],
+        seeds=2,
+        samples=128,
+        epochs=1,
+        step_ms=10,
+        points=2,
+        strategy=["preduce:P=2"],
+        peers=False,
+    )
+    seeds = [
+        [row["seed"] for row in result.rows if "run_samples" in row]
+        for result in race.run(options, command="test")
+    ]
+    assert seeds == [[0, 0], [0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import math
 import os
 import socket
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.commands import keep_results
 from benchmarks.gloo import bound_s
 from offbeat.cli.result import Result, check_writable, machine, percentile, percentiles
 from offbeat.errors import OffbeatError
@@ -138,6 +140,25 @@ def test_checking_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("old")
     check_writable(tmp_path / "old.json")
     assert (tmp_path / "old.json").read_text() == "old"
+
+
+def test_a_benchmark_that_fails_leaves_the_last_result_that_it_yielded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+
+    def results() -> Iterator[Result]:
+        for samples in (100, 200):
+            yield _result(figures={"used_samples": samples})
+            assert json.loads(path.read_text())["figures"] == {"used_samples": samples}
+        raise OffbeatError("a worker failed")
+
+    with pytest.raises(OffbeatError, match="a worker failed"):
+        keep_results(results(), path, start_s=0.0)
+    assert json.loads(path.read_text())["duration_s"] > 0
+    printed = capsys.readouterr().out
+    assert "200" in printed
+    assert "100" not in printed
 
 
 def test_the_table_shows_every_figure_and_row_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,11 @@ class Result:
         )
 
 
+def figure_part(words: str) -> str:
+    """Return a text, such as a strategy with its options, as a part of a figure's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", words).strip("_")
+
+
 def machine(**more: str | float | None) -> dict[str, Any]:
     """Describe this machine without identifying it.
 
