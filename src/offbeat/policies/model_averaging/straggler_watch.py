@@ -84,11 +84,9 @@ class StragglerWatch:
     def observe_averaging(self, members: Sequence[int], time_s: float) -> None:
         """Judge the members of an averaging, which has taken so many seconds."""
         self._averagings_s.append(time_s)
-        if not self._is_on or len(self._averagings_s) < _AVERAGINGS_JUDGED or not self._steps_s:
+        if len(self._averagings_s) < _AVERAGINGS_JUDGED or not self._steps_s:
             return
         known = self._slow_lines.keys() & set(members)
-        if len(known) > 1:
-            return
         judged = [worker for worker in known or members if worker in self._last_s]  # others have finished
         for worker in judged:
             self._last_s[worker].append(time_s)
