@@ -187,6 +187,11 @@ def test_a_straggler_asks_and_is_not_asked(topology):
     assert pairs.pop_group(everybody, 1.0, accept_any) is None  # not next to each other
     pairs.add(3, 2.0)
     assert pairs.pop_group(everybody, 2.0, accept_any) == (2, 3)  # 2 was ready before 4
+    pairs.discard(4)
+    pairs.add(3, 3.0)
+    assert pairs.pop_group(everybody, 3.0, accept_any) is None
+    pairs.add(2, 4.0)
+    assert pairs.pop_group(everybody, 4.0, accept_any) == (2, 3)
 
 
 def test_without_its_straggler_the_other_worker_of_two_goes_on_alone():
@@ -210,6 +215,23 @@ def test_no_group_is_held_to_connect_a_straggler():
                 groups.add(worker, float(turn))
         assert groups.pop_group(everybody, float(turn), accept_any) is not None
     assert groups.timeouts == 0
+
+
+def test_a_window_does_not_grow_with_a_straggler():
+    """Of 4 other workers only 0 and 1 are ready: the last group of 4 times the least window of 3 is held."""
+    groups = FirstReadyGroups(2, None, 1e9)
+    groups.set_stragglers(frozenset({4}))
+    everybody = frozenset(range(5))
+    for worker in everybody:
+        groups.observe_step(worker, 0.0, samples=1, step_s=20.0 if worker == 4 else 1.0)
+    formed = 0
+    while True:
+        for worker in {0, 1} - groups.ready:
+            groups.add(worker, 0.0)
+        if groups.pop_group(everybody, 0.0, accept_any) is None:
+            break
+        formed += 1
+    assert formed == 4 * 3 - 1
 
 
 def test_a_group_with_a_straggler_is_held_for_no_part_that_has_no_place_in_it():
