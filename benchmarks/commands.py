@@ -503,10 +503,13 @@ class LanguageOptions:
     """Loss of a small GPT on tinyshakespeare after as many tokens, of strategies beside bsp."""
 
     strategy: Annotated[
-        list[str] | None, typer.Option(help="By default diloco:every=16, beside bsp; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="By default diloco:every=16 and diloco:every=16,outer_momentum=0.5, beside bsp; repeatable."
+        ),
     ] = None
     workers: Workers = 4
-    epochs: Epochs = 5
+    epochs: Epochs = 3
     batch_size: BatchSize = 16
     tokens: Annotated[int, typer.Option(min=1, help="Characters of a window.")] = 64
     width: Annotated[int, typer.Option(min=4, help="Size of a token in the model, a multiple of 4.")] = 64

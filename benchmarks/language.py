@@ -30,6 +30,7 @@ from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 
 LOCKSTEP = "bsp"
+STRATEGIES = ("diloco:every=16", "diloco:every=16,outer_momentum=0.5")
 _FILE = "tinyshakespeare.txt"
 _URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 _VALIDATION_SHARE = 0.1
@@ -112,7 +113,7 @@ def run(options: LanguageOptions, *, command: str) -> Result:
         OffbeatError: the text is missing, or a worker failed.
         ValueError: an option out of range.
     """
-    strategies = dict.fromkeys((LOCKSTEP, *(options.strategy or ("diloco:every=16",))))
+    strategies = dict.fromkeys((LOCKSTEP, *(options.strategy or STRATEGIES)))
     for strategy in strategies:
         parse_strategy(strategy)
     text = Path(resolve_data_dir(options.data_dir)) / _FILE

@@ -48,7 +48,10 @@ def test_bad_input_ends_with_one_line(words, reason, tmp_path, capsys):
 def test_the_losses_for_real(tmp_path):
     (tmp_path / "tinyshakespeare.txt").write_text("to be or not to be, that is the question; " * 100)
     path = tmp_path / "result.json"
-    words = f"language --workers 2 --tokens 8 --width 8 --layers 1 --batch-size 8 --epochs 2 --json {path}"
+    words = (
+        "language --strategy diloco:every=16 --workers 2 --tokens 8 --width 8 --layers 1 --batch-size 8 "
+        f"--epochs 2 --json {path}"
+    )
     assert main([*words.split(), "--data-dir", str(tmp_path)]) == 0
     result = json.loads(path.read_text())
     figures = result["figures"]
