@@ -50,9 +50,8 @@ class StragglerWatch:
         self._averagings_s: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._step_s: dict[int, float] = {}  # by worker, its last one
         self._last_s: dict[int, deque[float]] = {}  # by worker, how long its last averagings took
-        self._slow_lines: dict[
-            int, float
-        ] = {}  # by worker that is classed, the time of its fastest averaging
+        # By worker that is classed, how long the fastest of its last averagings took:
+        self._slow_lines: dict[int, float] = {}
         self._reasons: dict[int, str] = {}  # by worker, of its last change of class
         self.stragglers: frozenset[int] = frozenset()
 
