@@ -295,7 +295,7 @@ class SimulatorOptions:
 @_benchmark("methods", minutes=8)
 @dataclass(frozen=True, kw_only=True)
 class MethodsOptions:
-    """Time to a training loss of each strategy, relative to bsp, in eight settings; simulated."""
+    """Time to a training loss of each strategy, relative to bsp, in nine settings; simulated."""
 
     strategy: Annotated[
         list[str] | None,

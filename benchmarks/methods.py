@@ -27,7 +27,7 @@ from offbeat.policies import Policy
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.runtime.control.environment import Environment
 from offbeat.runtime.training.interface import Strategy
-from offbeat.simulator.core.network import NetworkCosts
+from offbeat.simulator.core.network import Line, NetworkCosts
 from offbeat.simulator.core.times import BurstyTimes, ComputeTimes, JitteredTimes
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.model_averaging.worker import AveragingWorker
@@ -43,7 +43,7 @@ from offbeat.wire.replay import build_policy
 STRATEGIES = ("partial", "preduce", "preduce:overlap=false", "adpsgd", "prague")
 RATES = (0.1, 0.2, 0.4)
 _BSP = "bsp"
-_STEP_S, _JITTER = 0.1, 0.05
+_STEP_S, _JITTER, _LATENCY_S = 0.1, 0.05, 1e-5
 _BATCH_SIZE, _HIDDEN = 16, 32
 _PARAMETER_BYTES = 4_000_000
 _PROBE_S = _STEP_S / 2
@@ -61,12 +61,14 @@ class MethodSetting:
         slow: slowness rules.
         burst_share: each step is 5 times as long with this probability.
         exchange_share: duration of an all-reduce of all workers, as a share of a step's computation.
+        slow_line: the line of worker 1 has a rate so many times lower; 1 for equal lines.
     """
 
     workers: int
     slow: tuple[str, ...] = ()
     burst_share: float = 0.0
     exchange_share: float = _SHARE
+    slow_line: float = 1.0
 
     def times(self) -> ComputeTimes:
         """Return the model of compute time."""
@@ -76,9 +78,13 @@ class MethodSetting:
         return BurstyTimes(mean_s=_STEP_S, deviation=_JITTER, factor=5.0, length=1, period=period)
 
     def network(self) -> NetworkCosts:
-        """Return lines on which an all-reduce of all workers takes its share of a step."""
+        """Return lines; on equal ones an all-reduce of all workers takes its share of a step."""
         moved_bytes = 2 * (self.workers - 1) / self.workers * _PARAMETER_BYTES
-        return NetworkCosts(latency_s=1e-5, bytes_per_s=moved_bytes / (self.exchange_share * _STEP_S))
+        rate = moved_bytes / (self.exchange_share * _STEP_S)
+        slow = Line(latency_s=_LATENCY_S, bytes_per_s=rate / self.slow_line)
+        return NetworkCosts(
+            latency_s=_LATENCY_S, bytes_per_s=rate, lines={} if self.slow_line == 1 else {1: slow}
+        )
 
 
 SETTINGS: Mapping[str, MethodSetting] = {
@@ -90,8 +96,9 @@ SETTINGS: Mapping[str, MethodSetting] = {
     "8w_p05": MethodSetting(workers=8, burst_share=0.05),
     "8w_p01": MethodSetting(workers=8, burst_share=0.01),
     "8w_exchange80": MethodSetting(workers=8, exchange_share=0.8),
+    "8w_slow_line": MethodSetting(workers=8, slow_line=200.0),
 }
-"""By name: workers, then which are slow, or how long an exchange takes."""
+"""By name: workers, then which are slow, or how long an exchange takes, of all or of one."""
 
 
 def run(options: MethodsOptions, *, command: str) -> Result:
