@@ -28,7 +28,8 @@ from offbeat.errors import OffbeatError
 COMMANDS = [command for command in bench.registered_commands if command.name != "list"]
 
 
-def test_the_list_names_each_benchmark_with_its_duration_and_what_it_needs(capsys):
+def test_the_list_names_each_benchmark_with_its_duration_and_what_it_needs(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # so that no cell has several lines
     assert main(["list"]) == 0
     rows = {row.split()[1]: row for row in capsys.readouterr().out.splitlines() if len(row.split()) > 1}
     assert [row.name for row in benchmarks] == [command.name for command in COMMANDS]
