@@ -487,6 +487,19 @@ def test_the_loss_of_a_member_cancels_its_averaging_and_no_other():
     assert not job.workers[0].is_cancelled
 
 
+def test_the_loss_of_a_member_that_has_the_mean_cancels_the_averaging_of_those_that_have_not():
+    """What it had still to send to them is lost with it."""
+    job = Job(4, size=3).begin()
+    for worker in range(3):
+        job.ready(worker)
+    job.averaged(1)
+    actions = job.lost(1)
+    assert [action.members for action in actions if isinstance(action, CancelAveraging)] == [(0, 1, 2)]
+    job.averaged(0, has_mean=False)
+    job.averaged(2)
+    assert job.lost(3) == []
+
+
 def test_members_that_cannot_reach_each_other_cancel_and_share_no_group_until_they_can():
     job = Job(3, size=2, window=0).begin()
     job.ready(0)

@@ -397,15 +397,18 @@ class ModelAveraging:
         if self._assigner is not None:
             self._assigner.on_gone(worker)
         exchange_id = self._exchange_of.pop(worker, None)
-        if exchange_id is None:
-            return []
-        averaging = self._averagings[exchange_id]
-        averaging.pending.discard(worker)
-        self._forget_common(exchange_id)
-        if not averaging.pending:
-            del self._averagings[exchange_id]
-            return []
-        return self._cancel(exchange_id, f"worker {worker} is gone")
+        if exchange_id is not None:
+            self._averagings[exchange_id].pending.discard(worker)
+            self._forget_common(exchange_id)
+            if not self._averagings[exchange_id].pending:
+                del self._averagings[exchange_id]
+        # Also one that it has ended: what it had still to pass on to others is lost.
+        return [
+            action
+            for exchange_id, averaging in self._averagings.items()
+            if worker in averaging.members
+            for action in self._cancel(exchange_id, f"worker {worker} is gone")
+        ]
 
     def _handle_report(self, event: PeerUnreachable | PeerReachable) -> list[Action]:
         if event.peer not in self._roster or (event.worker is not None and event.worker not in self._roster):
