@@ -396,17 +396,17 @@ class ModelAveraging:
         self._equal.discard(worker)
         if self._assigner is not None:
             self._assigner.on_gone(worker)
-        exchange_id = self._exchange_of.pop(worker, None)
-        if exchange_id is not None:
-            self._averagings[exchange_id].pending.discard(worker)
-            self._forget_common(exchange_id)
-            if not self._averagings[exchange_id].pending:
-                del self._averagings[exchange_id]
-        # Also one that it has ended: what it had still to pass on to others is lost.
+        own_id = self._exchange_of.pop(worker, None)
+        if own_id is not None:
+            self._averagings[own_id].pending.discard(worker)
+            self._forget_common(own_id)
+            if not self._averagings[own_id].pending:
+                del self._averagings[own_id]
+        # Also one of models that it has ended: what it had still to pass on to others is lost.
         return [
             action
             for exchange_id, averaging in self._averagings.items()
-            if worker in averaging.members
+            if exchange_id == own_id or (worker in averaging.members and not averaging.joining)
             for action in self._cancel(exchange_id, f"worker {worker} is gone")
         ]
 
