@@ -89,6 +89,8 @@ def stands(
         if phase in ("resting", "finished"):
             if rank == HOLDER and steps == 0:
                 places.stand("holds", until="go")
+            elif steps == 0:  # else the others may use all samples before the holder has any
+                wait_until(lambda: places.is_open("holds"), "the holder's first batch")
         elif is_victim and steps == 1 and phase == "computing":
             places.stand("reached")
         elif is_victim and phase == "received" and _is_due(session) and not places.is_open("reached"):
