@@ -387,7 +387,7 @@ class BoundedStaleness:
             self._assigner.on_step(worker, event.clock, event.blocks)
         if self._controller is not None and event.loss is not None:
             self._controller.add_loss(event.clock, event.samples, event.loss)
-        self._observe(event, entry)
+        self._observe(event)
         self._warm_steps = max(0, self._warm_steps - 1)
         return self._proceed(event)
 
@@ -405,7 +405,7 @@ class BoundedStaleness:
         if event.blocks and self._assigner is None:
             raise ProtocolError(f"expected no blocks, because none are assigned, got {_describe(event)}")
 
-    def _observe(self, event: StepFinished, entry: _WorkerState) -> None:
+    def _observe(self, event: StepFinished) -> None:
         if self._classifier is None:
             return
         if self._classifier.observe_next(event.worker, epoch=event.epoch, compute_s=event.compute_s):

@@ -231,7 +231,7 @@ class ModelAveragingSynchronizer:
         return {_OUTER_STATE: self._outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """See `Synchronizer.load_state_dict`; without an outer optimizer's state that begins anew."""
+        """See `Synchronizer.load_state_dict`; without an outer state the momentum begins at zero."""
         self._steps = step
         if self._outer is None:
             return
