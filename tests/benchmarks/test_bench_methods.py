@@ -37,9 +37,10 @@ def test_options_of_a_strategy_are_part_of_the_figures_name():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_all_reduce_of_all_workers_takes_its_share_of_a_step(name):
+    """A ring is as slow as the slowest line in it; the lines' latencies come on top."""
     setting = SETTINGS[name]
     took_s = setting.network().all_reduce_s(4_000_000, range(setting.workers))
-    assert took_s == pytest.approx(0.1 * setting.exchange_share, rel=0.05)  # and the latencies
+    assert took_s == pytest.approx(0.1 * setting.exchange_share * setting.slow_line, rel=0.05)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.01])
