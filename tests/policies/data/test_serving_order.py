@@ -10,9 +10,9 @@ def epoch(left: int, batch_size: int = 4) -> Epoch:
     return Epoch(1000, batch_size, 0, 1000, left, [(0, left)])
 
 
-def order_of(levels: dict[int, int]) -> ServingOrder:
+def order_of(levels: dict[int, int], *, equal_counts: bool = True) -> ServingOrder:
     """All have room for a block, and none is without one."""
-    order = ServingOrder()
+    order = ServingOrder(equal_counts=equal_counts)
     for worker, level in levels.items():
         order.enter(worker, level)
         order.note_room(worker, queued=1, ahead=2)
@@ -73,9 +73,41 @@ def test_a_worker_that_enters_gets_the_level_of_the_last_one_served_less_its_blo
 
 
 def test_a_restored_state_serves_the_same_workers():
-    order, other = order_of({0: 3, 1: 2, 2: 2}), ServingOrder()
+    order, other = order_of({0: 3, 1: 2, 2: 2}), ServingOrder(equal_counts=True)
     order.on_served({1: True, 2: True})
     other.load_state_dict(json.loads(json.dumps(order.state_dict())))
     for worker in range(3):
         other.note_room(worker, queued=1, ahead=2)
     assert vars(other) == vars(order)
+
+
+def test_where_workers_use_unequal_counts_each_is_served_whenever_it_has_room():
+    order = order_of({0: 0, 1: 0}, equal_counts=False)
+    for _ in range(5):
+        assert order.next_serving(epoch(100), 0, nothing_held) == ([0, 1], [4, 4])
+        order.on_served({0: True, 1: True})
+    order.on_served({1: False})
+    for _ in range(5):
+        assert order.next_serving(epoch(100), 0, nothing_held) == ([0], [4])
+        order.on_served({0: True})
+    order.on_served({0: False})
+    assert order.is_served
+    order.note_room(1, queued=1, ahead=2)
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([1], [4])
+
+
+def test_where_workers_use_unequal_counts_the_last_blocks_are_for_those_without_a_queued_one():
+    order = order_of({0: 0, 1: 0, 2: 0}, equal_counts=False)
+    assert order.next_serving(epoch(25), 0, nothing_held)[0] == [0, 1, 2]
+    assert order.next_serving(epoch(24), 0, nothing_held) == ([], [])
+    order.note_room(1, queued=0, ahead=2)
+    assert order.next_serving(epoch(24), 0, nothing_held) == ([1], [4])
+
+
+def test_where_workers_use_unequal_counts_no_part_is_less_than_half_a_batch_or_more_than_one():
+    for batch_size in range(3, 9):
+        order = order_of(dict.fromkeys(range(5), 0), equal_counts=False)
+        order.note_room(3, queued=0, ahead=2)
+        for left in range(batch_size, 12 * batch_size):
+            _, (size, *_) = order.next_serving(epoch(left, batch_size), 0, nothing_held)
+            assert batch_size / 2 <= size <= batch_size, (batch_size, left)

@@ -281,14 +281,13 @@ def test_a_worker_that_pauses_in_a_warm_start_is_not_removed_when_another_has_fi
 
 def test_a_warm_start_is_over_when_the_others_have_all_samples_that_are_left():
     policy, answered = assigning(2, 4 * BATCH, s=None, warm_start=100)
-    first = blocks(answered, 0)
-    assert permits(policy.handle(clocked(0, 0, parameter_version=0, blocks=(first[0],)))) == {0: (1, True)}
-    answered = answers(
-        policy,
-        clocked(0, 1, parameter_version=0, blocks=(first[1],)),
-        requests(0, samples=4 * BATCH, is_last=True),
-    )
-    assert permits(answered)[1] == (2, True)
+    clock, held = 0, blocks(answered, 0)
+    while held:
+        step = clocked(0, clock, parameter_version=0, blocks=(held.pop(0),))
+        answered = answers(policy, step, requests(0, samples=4 * BATCH, is_last=True))
+        clock, held = clock + 1, held + blocks(answered, 0)
+        assert permits(answered).get(1, (clock, False)) == (clock, not held)
+    assert clock > 1
 
 
 @pytest.mark.parametrize(
@@ -554,10 +553,18 @@ def blocks(actions: list[Action], worker: int) -> list[int]:
     return [block.id for assignment in assignments for block in assignment.blocks]
 
 
-def test_a_worker_that_waits_for_the_last_samples_delays_no_other_and_its_clock_advances():
-    policy, answered = assigning(2, 4 * BATCH, s=0)
+def with_the_rest_at_worker_1(**arguments: Any) -> tuple[BoundedStaleness, list[int], list[int]]:
+    """Worker 0 has one block, and worker 1 two, of which it has started one; return their ids too."""
+    policy, answered = assigning(2, 3 * BATCH, **arguments)
     first, second = blocks(answered, 0), blocks(answered, 1)
-    assert len(first) == len(second) == 2
+    more = requests(1, samples=3 * BATCH, is_last=True, started_blocks=tuple(second))
+    second += blocks(policy.handle(more), 1)
+    assert (len(first), len(second)) == (1, 2)
+    return policy, first, second
+
+
+def test_a_worker_that_waits_for_the_last_samples_delays_no_other_and_its_clock_advances():
+    policy, first, second = with_the_rest_at_worker_1(s=0)
     answered = answers(policy, clocked(0, 0, blocks=tuple(first)))
     assert permits(answered) == {0: (1, False)}
     assert [one.reason for one in answered if isinstance(one, StepPermit)] == ["it has no samples"]
@@ -575,18 +582,17 @@ def test_a_worker_that_gets_a_lost_workers_samples_returns_at_an_incomplete_cloc
     policy, answered = assigning(3, 3 * BATCH, s=0)
     answers(policy, *(clocked(worker, 0, blocks=tuple(blocks(answered, worker))) for worker in (0, 1)))
     answered = policy.handle(Lost(now_s=0.0, worker=2, cause="cut"))
-    assert sum(len(blocks(answered, worker)) for worker in (0, 1)) >= 1
-    for one in answered:
-        if isinstance(one, StepPermit):
-            assert (one.clock, one.may_start) == (1, bool(blocks(answered, one.worker)))
+    returning = [worker for worker in (0, 1) if blocks(answered, worker)]
+    assert returning
+    assert [permits(answered)[worker] for worker in returning] == [(1, True)] * len(returning)
 
 
 def test_a_worker_that_has_begun_a_step_and_gets_no_more_samples_is_awaited():
-    policy, answered = assigning(2, 2 * BATCH)
-    (block,) = blocks(answered, 0)
-    (assignment,) = policy.handle(requests(0, samples=2 * BATCH, is_last=True, started_blocks=(block,)))
+    policy, first, _ = with_the_rest_at_worker_1()
+    more = requests(0, samples=3 * BATCH, is_last=True, started_blocks=tuple(first))
+    (assignment,) = policy.handle(more)
     assert (assignment.worker, assignment.is_awaited, assignment.blocks) == (0, True, ())
-    assert answers(policy, requests(1, samples=2 * BATCH, is_last=True)) == []
+    assert answers(policy, requests(1, samples=3 * BATCH, is_last=True)) == []
 
 
 def test_a_worker_that_asks_for_more_while_blocks_are_under_way_to_it_is_not_awaited():
@@ -652,7 +658,7 @@ def test_a_worker_that_saves_after_another_has_ended_is_informed_of_nothing_that
 
 
 def test_a_worker_that_saves_is_informed_of_the_samples_used_at_the_clocks_of_its_state():
-    policy, answered = assigning(3, 6 * BATCH, s=3)
+    policy, answered = assigning(3, 20 * BATCH, s=3)
     mine, ahead = blocks(answered, 0), blocks(answered, 1)
     answers(policy, clocked(1, 0, blocks=tuple(ahead[:1])), clocked(0, 0, blocks=tuple(mine[:1])))
     answered = answers(
@@ -668,10 +674,8 @@ def test_a_worker_that_saves_is_informed_of_the_samples_used_at_the_clocks_of_it
 
 
 def test_a_worker_that_holds_the_last_samples_for_too_long_is_removed_and_others_get_them():
-    policy, answered = assigning(2, 2 * BATCH, timeout_s=5.0)
-    answers(
-        policy, clocked(0, 0, blocks=tuple(blocks(answered, 0))), requests(0, samples=2 * BATCH, is_last=True)
-    )
+    policy, first, _ = with_the_rest_at_worker_1(timeout_s=5.0)
+    answers(policy, clocked(0, 0, blocks=tuple(first)), requests(0, samples=3 * BATCH, is_last=True))
     policy = remembered(policy, 2, timeout_s=5.0)
     assert answers(policy, Tick(now_s=0.0)) == []
     answered = policy.handle(Tick(now_s=5.1))

@@ -22,7 +22,7 @@ from offbeat.simulator.training.cluster import ViolationError
 from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.setting import SimulationSetting
 
-SEEDS = range(150)
+SEEDS = range(160)
 
 
 @pytest.mark.long(after=15)

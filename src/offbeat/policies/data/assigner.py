@@ -19,8 +19,8 @@ class BlockAssigner:
 
     _awaited_reason: ClassVar[str]  # why a worker has to continue without samples
 
-    def __init__(self) -> None:
-        self._scheduler = BlockScheduler()
+    def __init__(self, *, equal_counts: bool = True) -> None:
+        self._scheduler = BlockScheduler(equal_counts=equal_counts)
         self._epochs_of_workers: dict[
             int, tuple[int, int]
         ] = {}  # each worker's epoch, and the samples of that epoch

@@ -137,6 +137,7 @@ class BlockScheduler:
             different rounds.
         epochs_open_max: how many epochs may be unfinished at once, at least 1; with 1, no worker begins an
             epoch before the last one is finished.
+        equal_counts: members use equally many blocks, as in rounds; else each is served when it has room.
 
     Attributes:
         epochs: the open epochs, for queries.
@@ -146,7 +147,7 @@ class BlockScheduler:
         ValueError: an argument out of range.
     """
 
-    def __init__(self, ahead: int = 2, epochs_open_max: int = 2) -> None:
+    def __init__(self, ahead: int = 2, epochs_open_max: int = 2, *, equal_counts: bool = True) -> None:
         if ahead < 1:
             raise ValueError(f"expected at least 1 block ahead, got {ahead}")
         if epochs_open_max < 1:
@@ -154,7 +155,7 @@ class BlockScheduler:
         self._ahead = ahead
         self.epochs = OpenEpochs(epochs_open_max)
         self.rounds = OpenRounds()
-        self._order = ServingOrder()  # of the members that can be assigned blocks
+        self._order = ServingOrder(equal_counts=equal_counts)  # of the members that can be assigned blocks
         self._workers: dict[int, _WorkerBlocks] = {}
         self._members: set[int] = set()
         self._late_workers: set[int] = set()  # workers outside the group that have a block

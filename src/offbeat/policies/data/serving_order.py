@@ -21,15 +21,23 @@ class ServingOrder:
     so that the epoch ends after as few rounds as possible, and no part is much less than half a batch unless
     the epoch is. With `drop_last` nothing is cut.
 
+    Workers that do not use equally many blocks (`equal_counts` false) have one level: each is served whenever
+    it has room. When two servings or less are left, it is served only when it has no queued block, so that
+    the last blocks are not queued behind a slow worker's. These are equal parts, as few as suffice.
+
     Source: self-scheduling with chunks of a fixed size. Compared with C. D. Polychronopoulos and D. J. Kuck,
     "Guided self-scheduling: a practical scheduling scheme for parallel supercomputers", IEEE Transactions on
     Computers C-36(12), 1987, which assigns 1/P of what is left to each worker that asks, so that P workers
     that start at different times end together. Deviation: members of a round keep step already, and the batch
     size is given, so blocks do not shrink with what is left; only the last two servings are cut, into equal
     parts. What is assigned at once is bounded by the owner, so that little has to be taken back.
+
+    Args:
+        equal_counts: the workers use equally many blocks, because they take part in the same rounds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, equal_counts: bool) -> None:
+        self._equal_counts = equal_counts
         self._levels: dict[int, int] = {}  # of the workers that can be assigned blocks
         self._lowest = 0  # no level is lower
         self._last_served: int | None = None
@@ -52,7 +60,7 @@ class ServingOrder:
         Args:
             held_count: returns how many blocks a worker has.
         """
-        if not self._levels:
+        if not self._levels or not self._equal_counts:
             return self._lowest
         worker = self._last_served
         if worker is None or worker not in self._levels:
@@ -60,7 +68,8 @@ class ServingOrder:
         return self._levels[worker] - held_count(worker)
 
     def enter(self, worker: int, level: int) -> None:
-        """Add a worker at this level."""
+        """Add a worker at this level, or at the only one."""
+        level = level if self._equal_counts else self._lowest
         self._lowest = min(self._lowest, level) if self._levels else level
         self._levels[worker] = level
         if level not in self._count_at:
@@ -117,10 +126,13 @@ class ServingOrder:
         turn, extra = self._with_room[self._lowest], 0
         if not turn or epoch.pooled <= absent * servings_missed * epoch.batch_size:
             turn, extra = self._starving, len(self._starving)
+        parts_counts = [extra + this_serving, extra + next_serving]
+        if not self._equal_counts and epoch.pooled <= next_serving * epoch.batch_size:
+            turn, parts_counts = self._starving, [-(-epoch.pooled // epoch.batch_size)]
         workers = sorted(turn)
         if epoch.drop_last:
             return workers, [epoch.batch_size] * min(epoch.pooled // epoch.batch_size, len(workers))
-        for parts in (extra + this_serving, extra + next_serving):
+        for parts in parts_counts:
             if epoch.pooled <= parts * epoch.batch_size:
                 parts = min(parts, max(1, epoch.pooled // min(2, epoch.batch_size)))
                 least, larger = divmod(epoch.pooled, parts)
@@ -128,10 +140,15 @@ class ServingOrder:
         return workers, [epoch.batch_size] * len(workers)
 
     def on_served(self, has_room: Mapping[int, bool]) -> None:
-        """Raise the level of workers that were served one block each, by whether they have room for another.
+        """Note that workers were served one block each, and whether they have room for another.
 
         The worker that was served last comes last.
         """
+        self._starving.difference_update(has_room)
+        if not self._equal_counts:
+            full = [worker for worker in has_room if not has_room[worker]]
+            self._with_room[self._lowest].difference_update(full)
+            return
         by_level: dict[int, list[int]] = {}
         for worker in has_room:
             level = self._levels[worker]
@@ -142,7 +159,6 @@ class ServingOrder:
             self._last_served = worker
         for level, served in by_level.items():
             self._raise_level(level, served, has_room)
-        self._starving.difference_update(has_room)
 
     def _raise_level(self, level: int, served: list[int], has_room: Mapping[int, bool]) -> None:
         above = self._with_room.setdefault(level + 1, set())

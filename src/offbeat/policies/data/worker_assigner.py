@@ -31,7 +31,7 @@ class SoloBlockAssigner(BlockAssigner):
     _awaited_reason: ClassVar[str] = "other workers wait for what it has begun"
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(equal_counts=False)
         self._members: set[int] = set()
         self._waiting: set[int] = set()  # workers with nothing to compute whose epoch is not over
         self._is_settled = False  # nothing has changed since the last assignment
