@@ -311,12 +311,11 @@ def delayed_job(world, **options):
         world,
         policy=LocalSteps,
         every=3,
-        delay=1,
         fragments=1,
         by_pace=False,
         overlap=True,
         timeout_s=10.0,
-        **options,
+        **{"delay": 1} | options,
     )
     job.end_all()
     return job
@@ -349,3 +348,15 @@ def test_with_a_delay_a_worker_is_not_late_for_the_time_for_which_others_kept_it
     assert peer == "worker-2"
     assert job.averagings[-1].members == (0, 1)
     assert not rejected(job.emit(Tick(now_s=11.5)))  # until they have had the time to take the mean
+
+
+def test_the_wait_for_a_mean_is_part_of_a_step_only_without_a_delay():
+    """By when the next step began, which its duration is counted from."""
+    for options, began_s in (({"delay": 1}, 7.0), ({"delay": None}, 3.0)):
+        job = delayed_job(2, **options)
+        for job.now_s in (1.0, 2.0, 3.0):
+            job.ready(0)
+            job.ready(1)
+        job.now_s = 7.0
+        job.averaged(0)
+        assert dict(job.policy.state_dict()["began_s"])[0] == began_s

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
-from offbeat.events import Finished, ModelsAveraged
+from offbeat.events import Finished, ModelsAveraged, Ready
 from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.averagings import count_averagings
 from offbeat.wire.log_file import read_log
-from support.averaging_phases import PHASES, VICTIM, check_end, standing
+from support.averaging_phases import HOLDER, PHASES, VICTIM, check_end, standing
 from support.processes import values
 from support.run_logs import entries_of, wait_for_entry, wait_until
 
@@ -101,6 +102,20 @@ def test_a_worker_that_reaches_no_other_trains_alone_until_it_does(tmp_path, pha
         fault.places.close("cut")
         ended = fault.running.ends()
     check_end(ended, tmp_path, phase)
+
+
+def test_a_worker_that_is_killed_while_the_others_wait_after_a_delay_is_lost_alone(tmp_path):
+    with standing(DiLoCo(every=2, delay=1), tmp_path, "exchanging") as fault:
+        for worker in (0, HOLDER):
+            wait_until(partial(has_made_two_steps, fault.log, worker), f"the end of the delay of {worker}")
+        fault.kill()
+        fault.go_on()
+        ended = fault.running.ends()
+    check_end(survivors(ended), tmp_path, "exchanging")
+
+
+def has_made_two_steps(log, worker):
+    return [one.worker for one in entries_of(log, Ready)].count(worker) == 2
 
 
 # The mean of all models ------------------------------------------------------------------------------------
