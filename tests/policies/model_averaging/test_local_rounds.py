@@ -350,8 +350,7 @@ def test_with_a_delay_a_worker_is_not_late_for_the_time_for_which_others_kept_it
     assert not rejected(job.emit(Tick(now_s=11.5)))  # until they have had the time to take the mean
 
 
-def test_the_wait_for_a_mean_is_part_of_a_step_only_without_a_delay():
-    """By when the next step began, which its duration is counted from."""
+def test_a_step_begins_when_the_mean_is_there_only_where_the_worker_waits_for_it():
     for options, began_s in (({"delay": 1}, 7.0), ({"delay": None}, 3.0)):
         job = delayed_job(2, **options)
         for job.now_s in (1.0, 2.0, 3.0):
