@@ -73,7 +73,7 @@ ROOMS = {
         "staleness": ("data", "stragglers", "ps"),
         "model_averaging": ("data", "membership", "stragglers"),
     },
-    "numerics": {"collectives": (), "nimble": (), "ps": ()},
+    "numerics": {"collectives": (), "compressors": (), "nimble": (), "ps": ()},
     "runtime": {
         "processes": (),
         "transport": ("processes",),

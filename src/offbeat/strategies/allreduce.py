@@ -22,6 +22,9 @@ class AllReduce(GroupAveraging):
     Args:
         bucket_bytes: largest size of a bucket of several gradients, in bytes.
         timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
+        compress: what is sent of gradients. None: all of it. "bf16", "fp16": 16 bits of each number.
+            "powersgd:RANK": of each gradient of at least two dimensions an approximation of this rank; the
+            error is added to the worker's next gradient. It needs a model on the CPU.
 
     Raises:
         ValueError: an argument is out of range.
@@ -34,6 +37,7 @@ class AllReduce(GroupAveraging):
 
     bucket_bytes: int = 25 * 2**20
     timeout_s: float = 600.0
+    compress: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Literal
 
+from offbeat.errors import OffbeatError
+from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -58,10 +60,13 @@ class GroupAveraging:
     shards: Literal["dynamic", "equal"]
     bucket_bytes: int
     timeout_s: float
+    compress: str | None = None  # an argument where a strategy's dataclass has it as a field
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
+        if self.compress is not None:
+            parse_compression(self.compress)
 
     def make_worker_protocol(self, worker: int) -> GroupProtocol:
         """See `Strategy.make_worker_protocol`."""
@@ -74,7 +79,16 @@ class GroupAveraging:
         return None
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
-        """See `Strategy.make_synchronizer`."""
+        """See `Strategy.make_synchronizer`.
+
+        Raises:
+            OffbeatError: compressed gradients of a model on an accelerator.
+        """
+        if self.compress is not None and trained.device.type != "cpu":
+            raise OffbeatError(
+                f"expected a model on the CPU with compress={self.compress}, got one on {trained.device}: "
+                "leave compress out"
+            )
 
         def averaging(binding: GroupBinding | None, context: AveragerContext) -> GradientAverager:
             return GradientAverager(
@@ -87,6 +101,7 @@ class GroupAveraging:
                 skipped=None
                 if binding is None
                 else self._make_skipped_rounds(loop, trained, binding, context),
+                compression=None if self.compress is None else parse_compression(self.compress),
             )
 
         return GroupSynchronizer(

@@ -90,6 +90,8 @@ class PartialAllReduce(_PartialAveraging):
             between backward() and step(), as clipping does.
         grace: for a quorum, how long the late members have to become ready, in seconds; None for a quarter
             of the median of the members' last compute times.
+        compress: what is sent of gradients; see `AllReduce`. A worker that receives the state of another one
+            drops the errors that it has kept. Not with a quorum.
 
     Raises:
         ValueError: an argument is out of range.
@@ -109,6 +111,7 @@ class PartialAllReduce(_PartialAveraging):
     staleness: int = 8
     quorum: int | str | None = None
     grace: float | None = None
+    compress: str | None = None
 
     def __post_init__(self) -> None:
         if self.late not in ("drop", "join"):
@@ -126,6 +129,8 @@ class PartialAllReduce(_PartialAveraging):
             raise ValueError(
                 "a quorum needs shards=dynamic: with equal shards the samples of late workers are left over"
             )
+        if self.quorum is not None and self.compress is not None:
+            raise ValueError("a quorum needs gradients that are sent whole: leave quorum or compress out")
         super().__post_init__()
 
     def _group_arguments(self) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from offbeat.numerics.collectives.buckets import plan_buckets
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
+from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
@@ -33,6 +35,7 @@ class BucketSet:
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
         prepares_next: these buckets take part in the round after one that is over, too.
+        compression: of gradients; None for none.
 
     Attributes:
         group: for the round under way, None before it is bound.
@@ -51,7 +54,10 @@ class BucketSet:
         workers: int,
         bucket_bytes: int,
         prepares_next: bool = True,
+        compression: CompressionMethod | None = None,
     ) -> None:
+        self._compression = compression
+        self._residuals: dict[int, torch.Tensor] = {}  # by entry, what no sum of compressed buckets contains
         self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
         self._workers, self._bucket_bytes = workers, bucket_bytes
@@ -87,7 +93,20 @@ class BucketSet:
         dtypes += [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
-        return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
+        if self._compression is None:
+            return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
+        return [
+            CompressedBucket(
+                bucket,
+                shapes,
+                len(self._parameters),
+                binding.memory.zeros,
+                method=self._compression,
+                seed=index,
+                residuals=self._residuals,
+            )
+            for index, bucket in enumerate(plan)
+        ]
 
     def bind(self, group: GroupHandle) -> None:
         """Bind the round under way to a group, and make room for its members in the trailer."""
@@ -104,6 +123,8 @@ class BucketSet:
         self._make_buckets(capacity)
         if self.scale is not None:
             self.scale *= factor
+        for residual in self._residuals.values():
+            residual.mul_(factor)
         for entry in self._ready_entries:
             (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
             torch.mul(
@@ -294,9 +315,10 @@ class BucketSet:
             bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
     def discard_gradients(self) -> None:
-        """Forget the packed gradients of a worker that contributes with weight 0."""
+        """Forget the packed gradients of a worker that contributes with weight 0, and all residuals."""
         self._ready_entries.clear()
         self.scale = 0.0
+        self._residuals.clear()
 
     def forget_pass(self) -> None:
         """Forget what was packed in a backward pass that failed; its buckets are sent again."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
@@ -61,6 +62,7 @@ class GradientAverager:
         timeout_s: the longest duration of an exchange, in seconds.
         skipped: takes part in rounds that this worker is too late for; None where it may not be late. With
             it, no bucket is sent before the backward pass has ended: a round has all gradients or none.
+        compression: of gradients; None for none.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
@@ -80,6 +82,7 @@ class GradientAverager:
         bucket_bytes: int,
         timeout_s: float,
         skipped: SkippedRounds | None = None,
+        compression: CompressionMethod | None = None,
     ) -> None:
         self._model = model
         self._skipped = skipped
@@ -96,6 +99,7 @@ class GradientAverager:
             workers=workers,
             bucket_bytes=bucket_bytes,
             prepares_next=skipped is None,
+            compression=compression,
         )
         if binding is not None:
             binding.late_gradients.set_tensors(self._parameters, self._buckets.buffers.tensors)

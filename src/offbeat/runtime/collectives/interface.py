@@ -45,9 +45,11 @@ class Exchange(Protocol):
 
     Attributes:
         device: of the tensors that it takes.
+        size: the number of members.
     """
 
     device: torch.device
+    size: int
 
     def all_reduce(
         self,

@@ -48,6 +48,9 @@ class LinkExchange:
         position: this worker's index in `names`.
         ids_below: its exchange ids are lower than this. Where it is abandoned, what arrives for such ids is
             dropped, even if this worker has begun no exchange; 0 if they are not known yet.
+
+    Attributes:
+        size: see `Exchange`.
     """
 
     device = torch.device("cpu")
@@ -57,6 +60,7 @@ class LinkExchange:
     ) -> None:
         self._endpoint = endpoint
         self._names = tuple(names)
+        self.size = len(self._names)
         self._position = position
         self._first_unused_tag = _tag(ids_below, 0)
         self._plans: dict[tuple[str | int, int], _Plan] = {}

@@ -43,10 +43,14 @@ class TorchExchange:
     Args:
         group: a process group of exactly the members.
         device: of the tensors.
+
+    Attributes:
+        size: see `Exchange`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
         self._group: dist.ProcessGroup | None = group  # None once it is being aborted
+        self.size = group.size()
         self._model_device = device
         self.device = device.torch_device
         self._error: WorkerError | None = None

@@ -1,0 +1,1 @@
+"""Compressors of vectors that are summed over the members of a group."""

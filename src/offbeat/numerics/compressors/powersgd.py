@@ -1,0 +1,113 @@
+"""PowerSGD: gradients of layers as products of two thin matrices, found by one step of power iteration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.numerics.compressors.interface import Compressed, SumRequests
+
+_RATE_MIN = 2  # a matrix is compressed if that saves at least half of its elements
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Approximates each matrix by one of this rank; the error is added to the next gradient.
+
+    Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: practical low-rank gradient compression for
+    distributed optimization", algorithms 1 and 2, with warm start. As in torch's `powerSGD_hook`, a member's
+    part of the sum is taken to be an equal share, so its residual is what it has beyond the mean; the
+    residuals' sum is that of the paper. Deviation: columns are made orthonormal by a QR decomposition, which
+    gives the same approximation and stays finite for matrices of lower rank.
+
+    Args:
+        rank: of the approximation, at least 1.
+
+    Raises:
+        ValueError: the rank is less than 1.
+    """
+
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"expected a rank of at least 1, got {self.rank}")
+
+    def compressor(self, shapes: Sequence[torch.Size], seed: int) -> PowerSGDCompressor:
+        """See `CompressionMethod.compressor`."""
+        return PowerSGDCompressor(shapes, self.rank, seed)
+
+
+class PowerSGDCompressor:
+    """Sums tensors with at least two dimensions as matrices, and all that does not pay unchanged.
+
+    A tensor's first dimension are the rows of its matrix. Two sums are requested: of the products with the
+    right factors, followed by what is not compressed, and of the products with the left ones.
+
+    Args:
+        shapes: of the tensors that a vector holds.
+        rank: of the approximation.
+        seed: of the first right factors.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], rank: int, seed: int) -> None:
+        self._rank, self._seed = rank, seed
+        self._matrices: list[tuple[int, int, int]] = []  # start in the vector, rows, columns
+        self._rest: list[tuple[int, int]] = []  # start in the vector, elements
+        start = 0
+        for shape in shapes:
+            elements = shape.numel()
+            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, elements)
+            if (rows + columns) * rank * _RATE_MIN < elements:
+                self._matrices.append((start, rows, columns))
+            else:
+                self._rest.append((start, elements))
+            start += elements
+
+    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> SumRequests:
+        """See `Compressor.sum`; the state are the right factors."""
+        right = self._first_right(vector) if state is None else state
+        parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
+        rest = [vector[start : start + elements] for start, elements in self._rest]
+        first = yield torch.cat([part.flatten() for part in [*parts, *rest]])
+        pieces = first.split([part.numel() for part in [*parts, *rest]])
+        for (start, elements), piece in zip(self._rest, pieces[len(parts) :], strict=True):
+            out[start : start + elements] = piece
+        if not parts:
+            return Compressed(residual=None, state=[])
+        left = [
+            torch.linalg.qr(piece.view_as(part)).Q
+            for piece, part in zip(pieces[: len(parts)], parts, strict=True)
+        ]
+        parts = [m.T @ p for m, p in zip(self._as_matrices(vector), left, strict=True)]
+        second = yield torch.cat([part.flatten() for part in parts])
+        right = [
+            piece.view_as(part)
+            for piece, part in zip(second.split([part.numel() for part in parts]), parts, strict=True)
+        ]
+        for p, q, product in zip(left, right, self._as_matrices(out), strict=True):
+            torch.matmul(p, q.T, out=product)
+        if not second.isfinite().all():  # the step is lost, and later ones shall not be
+            return Compressed(residual=None, state=None)
+        residual = torch.sub(vector, out, alpha=1 / members)
+        for start, elements in self._rest:
+            residual[start : start + elements] = 0
+        return Compressed(residual, right)
+
+    def _as_matrices(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            vector[start : start + rows * columns].view(rows, columns)
+            for start, rows, columns in self._matrices
+        ]
+
+    def _first_right(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return random right factors, the same on all members."""
+        generator = torch.Generator(device="cpu").manual_seed(self._seed)
+        return [
+            torch.randn(columns, self._rank, generator=generator, dtype=vector.dtype)
+            for _, _, columns in self._matrices
+        ]

@@ -1,0 +1,189 @@
+"""Buckets whose gradients are summed by a compressor.
+
+Theory of operation
+-------------------
+
+A compressor says what is to be summed, one tensor after another; each is an all-reduce of its own. The first
+begins when the bucket is full, during the backward pass; the next ones begin when the loop waits for the
+bucket, in the loop's thread, since computing them would compete with the backward pass anyway. Buffers and
+the trailer are summed as they are.
+
+A residual is what this worker has contributed and no sum contains yet. It is added to the next round's
+contribution. It changes only when a round's means are used: a round that is abandoned and repeated begins
+with the same residual, and a round without samples leaves it. A worker whose model was replaced drops its
+residual, which belongs to other gradients. The compressor's state is the same on all members, so each group
+begins without one.
+
+Residuals are scaled as contributions are, and kept by entry, as buckets are replaced when a group grows. This
+module decides nothing about rounds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.numerics.compressors.interface import Compressed, CompressionMethod, SumRequests
+from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
+from offbeat.runtime.collectives.contribution import ExternalElements
+from offbeat.runtime.collectives.interface import Exchange, PendingExchange
+
+_SUMS_MAX = 8  # sums of one bucket, at most: those of the compressor, and the entries that are no gradients
+
+
+class CompressedBucket(GradientBucket):
+    """A bucket on the CPU whose gradients are compressed.
+
+    Args:
+        bucket, shapes, parameters, zeros: see `GradientBucket`.
+        method: makes the compressor.
+        seed: of the compressor, the same on all workers.
+        residuals: by entry; changed here.
+    """
+
+    allows_external: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shapes: Sequence[torch.Size],
+        parameters: int,
+        zeros: ZerosFactory,
+        *,
+        method: CompressionMethod,
+        seed: int,
+        residuals: dict[int, torch.Tensor],
+    ) -> None:
+        super().__init__(bucket, shapes, parameters, zeros)
+        gradients = [shapes[entry] for entry in bucket.entries[: self.gradient_count]]
+        self._compressor = method.compressor(gradients, seed)
+        self._exchange: Exchange | None = None  # over the members that share `_state`
+        self._state: Any = None
+        self._residuals = residuals
+        self._sums: _CompressedSums | None = None  # of the round under way
+
+    def all_reduce(
+        self,
+        exchange: Exchange,
+        *,
+        exchange_id: int,
+        index: int,
+        algorithm: str = "ring",
+        priority: int = 0,
+        external: Sequence[ExternalElements] = (),
+    ) -> PendingExchange:
+        """See `GradientBucket.all_reduce`."""
+        if exchange is not self._exchange:
+            self._exchange, self._state = exchange, None
+        self._sums = _CompressedSums(exchange, exchange_id, index * _SUMS_MAX, algorithm, priority)
+        own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
+        if split < len(own):
+            self._sums.add(own[split:], total[split:])
+        if split:
+            vector = self._with_residuals(own[:split])
+            requests = self._compressor.sum(vector, total[:split], self._state, members=exchange.size)
+            self._sums.begin(requests)
+        return self._sums
+
+    def _with_residuals(self, gradients: torch.Tensor) -> torch.Tensor:
+        spans = [span for span in self._spans() if span[0] in self._residuals]
+        if spans:
+            gradients = gradients.clone()
+        for entry, start, stop in spans:
+            gradients[start:stop] += self._residuals[entry]
+        return gradients
+
+    def _spans(self) -> Iterator[tuple[int, int, int]]:
+        """Return the entries that are gradients, each with its first element and the one after its last."""
+        ends = [*self.offsets[1 : self.gradient_count], self.gradient_elements]
+        return zip(self.entries, self.offsets, ends, strict=False)
+
+    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
+        """See `GradientBucket.prepare`: nothing, as no sum arrives in this bucket's memory."""
+
+    def hand_over_means(self) -> None:
+        """See `GradientBucket.hand_over_means`; the residual is what the means lack."""
+        super().hand_over_means()
+        if self._sums is None or self._sums.compressed is None:
+            return
+        residual, self._state = self._sums.compressed
+        for entry, start, stop in self._spans():
+            self._residuals.pop(entry, None)
+            if residual is not None:
+                self._residuals[entry] = residual[start:stop]
+
+    def end_round(self) -> None:
+        """See `GradientBucket.end_round`."""
+        super().end_round()
+        self._sums = None
+
+
+class _CompressedSums:
+    """The sums of one bucket in one round, which `wait` carries on.
+
+    Args:
+        exchange: over the group's members.
+        exchange_id, algorithm, priority: of all sums; see `Exchange.all_reduce`.
+        index: of the first sum.
+
+    Attributes:
+        compressed: what the compressor has returned; None before that.
+        ended_s: see `PendingExchange`.
+    """
+
+    def __init__(
+        self, exchange: Exchange, exchange_id: int, index: int, algorithm: str, priority: int
+    ) -> None:
+        self._exchange, self._exchange_id, self._next_index = exchange, exchange_id, index
+        self._algorithm, self._priority = algorithm, priority
+        self._others: list[PendingExchange] = []  # sums that the compressor does not wait for
+        self._requests: SumRequests | None = None
+        self._sum = torch.empty(0, device="cpu")  # of the request under way
+        self._pending: PendingExchange | None = None
+        self.compressed: Compressed | None = None
+        self.ended_s: float | None = None
+
+    def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Begin a sum beside those of the compressor."""
+        self._others.append(self._all_reduce(values, into))
+
+    def begin(self, requests: SumRequests) -> None:
+        """Begin the compressor's first sum."""
+        self._requests = requests
+        self._request_next(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """See `PendingExchange.wait`; computes, and begins the next sums."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._pending is not None:
+            self._pending.wait(max(0.0, deadline_s - time.monotonic()))
+            self._request_next(self._sum)
+        for other in self._others:
+            other.wait(max(0.0, deadline_s - time.monotonic()))
+        self.ended_s = time.perf_counter()
+
+    @torch.no_grad()
+    def _request_next(self, received: torch.Tensor | None) -> None:
+        assert self._requests is not None
+        try:
+            values = next(self._requests) if received is None else self._requests.send(received)
+        except StopIteration as end:
+            self.compressed, self._pending = end.value, None
+            return
+        self._sum = torch.empty_like(values)
+        self._pending = self._all_reduce(values, self._sum)
+
+    def _all_reduce(self, values: torch.Tensor, into: torch.Tensor) -> PendingExchange:
+        index, self._next_index = self._next_index, self._next_index + 1
+        return self._exchange.all_reduce(
+            values,
+            into,
+            exchange_id=self._exchange_id,
+            index=index,
+            algorithm=self._algorithm,
+            priority=self._priority,
+        )

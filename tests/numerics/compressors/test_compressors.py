@@ -1,0 +1,189 @@
+"""Compressors without any exchange: several members' calls in one process, and the sums between them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offbeat.numerics.compressors.cast import Cast
+from offbeat.numerics.compressors.powersgd import PowerSGD
+from offbeat.numerics.compressors.registry import parse_compression
+
+SHAPES = [torch.Size(shape) for shape in ((20, 30), (20,), (8, 4, 3, 3), (3, 2), ())]
+LENGTH = sum(shape.numel() for shape in SHAPES)
+MEMBERS = 3
+
+
+def vectors(seed=0, members=MEMBERS, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(LENGTH, generator=generator, dtype=dtype) for _ in range(members)]
+
+
+def summed(compressor, members_vectors, states=None):
+    """The sums that the members get, what each has returned, and how many elements each has sent."""
+    outs = [torch.full_like(vector, math.nan) for vector in members_vectors]
+    calls = [
+        compressor.sum(vector, out, state, members=len(members_vectors))
+        for vector, out, state in zip(
+            members_vectors, outs, states or [None] * len(members_vectors), strict=True
+        )
+    ]
+    answers, ended, sent = [None] * len(calls), [], 0
+    while not ended:
+        requests = []
+        for call, answer in zip(calls, answers, strict=True):
+            try:
+                requests.append(call.send(answer))
+            except StopIteration as end:
+                ended.append(end.value)
+        if requests:
+            assert not ended, "all members make the same requests"
+            sent += requests[0].numel()
+            answers = [torch.stack(requests).sum(0)] * len(calls)
+    return outs, ended, sent
+
+
+def exact(members_vectors):
+    return torch.stack(members_vectors).sum(0)
+
+
+METHODS = ["bf16", "fp16", "powersgd:1", "powersgd:2", "powersgd:100"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_all_members_get_the_same_sum_and_state_and_their_vectors_are_unchanged(name):
+    compressor = parse_compression(name).compressor(SHAPES, seed=1)
+    own = vectors()
+    before = [vector.clone() for vector in own]
+    outs, ended, _ = summed(compressor, own)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert all(map(torch.equal, own, before))
+    for one in ended:
+        assert (one.state is None) == (ended[0].state is None)
+        for mine, other in zip(one.state or [], ended[0].state or [], strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_sum_and_all_residuals_are_the_sum_of_the_vectors(name):
+    compressor = parse_compression(name).compressor(SHAPES, seed=1)
+    outs, ended, _ = summed(compressor, vectors())
+    residuals = [one.residual for one in ended if one.residual is not None]
+    tolerance = {"bf16": 3 * 2**-8 * 4, "fp16": 3 * 2**-11 * 4}.get(name, 2e-13)
+    torch.testing.assert_close(sum([outs[0], *residuals]), exact(vectors()), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_zero_vectors_give_zero_and_a_finite_state(name):
+    compressor = parse_compression(name).compressor(SHAPES, seed=1)
+    zeros = [torch.zeros(LENGTH, dtype=torch.float64)] * MEMBERS
+    outs, ended, _ = summed(compressor, zeros)
+    assert not outs[0].any()
+    outs, _, _ = summed(compressor, vectors(), [one.state for one in ended])
+    assert outs[0].isfinite().all()
+
+
+def test_casts_round_to_their_dtype():
+    (out, *_), _, sent = summed(Cast(torch.bfloat16).compressor(SHAPES, seed=0), vectors(members=1))
+    assert torch.equal(out, vectors(members=1)[0].to(torch.bfloat16).double())
+    assert sent == LENGTH
+
+
+def test_a_full_rank_is_exact_and_what_does_not_pay_is_sent_unchanged():
+    compressor = PowerSGD(4).compressor(SHAPES, seed=0)
+    low = [torch.zeros(LENGTH, dtype=torch.float64) for _ in range(MEMBERS)]
+    generator = torch.Generator().manual_seed(5)
+    for vector in low:  # together at most of rank 3
+        left, right = torch.randn(20, 1, generator=generator), torch.randn(1, 30, generator=generator)
+        vector[:600] = (left.double() @ right.double()).flatten()
+        vector[600:] = torch.randn(LENGTH - 600, generator=generator).double()
+    outs, _, sent = summed(compressor, low)
+    torch.testing.assert_close(outs[0], exact(low), rtol=0, atol=1e-12)
+    assert sent == (20 + 30) * 4 + LENGTH - 600
+
+
+def test_powersgd_sends_as_few_elements_as_its_paper_says_for_resnet18():
+    """Table 3 of the paper for CIFAR-10: 243, 136 and 72 times fewer."""
+    from offbeat.models import build_model
+
+    model = build_model("resnet18", sample_shape=(3, 32, 32), classes=10, seed=0)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    elements = sum(shape.numel() for shape in shapes)
+    ratios = []
+    for rank in (1, 2, 4):
+        compressor = PowerSGD(rank).compressor(shapes, seed=0)
+        vector = torch.zeros(elements)
+        _, _, sent = summed(compressor, [vector])
+        ratios.append(round(elements / sent))
+    assert ratios == [243, 136, 72]
+
+
+def test_powersgd_follows_its_paper_step_by_step():
+    """Algorithms 1 and 2 with warm start in float64, for one matrix; with Gram-Schmidt."""
+    rank, rows, columns = 2, 20, 30
+    shapes = [torch.Size((rows, columns))]
+    compressor = PowerSGD(rank).compressor(shapes, seed=7)
+    generator = torch.Generator().manual_seed(7)
+    q = torch.randn(columns, rank, generator=generator, dtype=torch.float64).numpy()
+    rng = np.random.default_rng(3)
+    errors = [np.zeros((rows, columns)) for _ in range(MEMBERS)]
+    residuals, states = [torch.zeros(rows * columns, dtype=torch.float64)] * MEMBERS, [None] * MEMBERS
+    for _ in range(6):
+        gradients = [rng.normal(size=(rows, columns)) for _ in range(MEMBERS)]
+        deltas = [g + e for g, e in zip(gradients, errors, strict=True)]
+        p = gram_schmidt(np.mean([delta @ q for delta in deltas], 0))
+        q = np.mean([delta.T @ p for delta in deltas], 0)
+        errors = [delta - p @ q.T for delta in deltas]
+        own = [torch.from_numpy(g).flatten() / MEMBERS + r for g, r in zip(gradients, residuals, strict=True)]
+        outs, ended, _ = summed(compressor, own, states)
+        states, residuals = [one.state for one in ended], [one.residual for one in ended]
+        np.testing.assert_allclose(outs[0].view(rows, columns).numpy(), p @ q.T, rtol=0, atol=1e-10)
+        for residual, error in zip(residuals, errors, strict=True):
+            np.testing.assert_allclose(
+                MEMBERS * residual.view(rows, columns).numpy(), error, rtol=0, atol=1e-10
+            )
+
+
+def gram_schmidt(matrix):
+    columns = []
+    for column in matrix.T:
+        for other in columns:
+            column = column - (other @ column) * other
+        columns.append(column / np.linalg.norm(column))
+    return np.stack(columns, 1)
+
+
+def test_with_residuals_the_sums_of_many_rounds_approach_those_of_the_vectors():
+    compressor = PowerSGD(1).compressor(SHAPES, seed=0)
+    own, rounds = vectors(seed=2), 200
+    total, states, residuals = 0, [None] * MEMBERS, [0.0] * MEMBERS
+    for _ in range(rounds):
+        outs, ended, _ = summed(compressor, [v + r for v, r in zip(own, residuals, strict=True)], states)
+        states, residuals = [one.state for one in ended], [one.residual for one in ended]
+        total = total + outs[0]
+    error = (total / rounds - exact(own)).norm() / exact(own).norm()
+    assert error < 0.1
+    outs, _, _ = summed(compressor, own)
+    assert (outs[0] - exact(own)).norm() / exact(own).norm() > 0.5  # one round without residuals
+
+
+def test_a_vector_that_is_not_finite_leaves_no_residual_and_no_state():
+    compressor = PowerSGD(2).compressor(SHAPES, seed=0)
+    own = vectors()
+    own[1][3] = math.inf
+    outs, ended, _ = summed(compressor, own)
+    assert not outs[0].isfinite().all()
+    assert [(one.residual, one.state) for one in ended] == [(None, None)] * MEMBERS
+
+
+@pytest.mark.parametrize("text", ["", "bf15", "powersgd", "powersgd:", "powersgd:x", "powersgd:-1", "bf16:2"])
+def test_an_unknown_method_is_refused(text):
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16 or powersgd:RANK") as raised:
+        parse_compression(text)
+    assert repr(text) in str(raised.value)
+
+
+def test_a_rank_below_1_is_refused():
+    with pytest.raises(ValueError, match="expected a rank of at least 1, got 0"):
+        parse_compression("powersgd:0")

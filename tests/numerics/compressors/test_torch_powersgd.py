@@ -1,0 +1,71 @@
+"""PowerSGD beside torch's own communication hook, in float64 and with the same random numbers."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from offbeat.numerics.compressors.powersgd import PowerSGD
+from support.processes import run, values
+
+WORKERS, STEPS, FIRST, RANK = 2, 8, 2, 2
+SHAPES = [torch.Size((24, 40)), torch.Size((24,))]  # the second is not compressed
+
+
+def gradients_of(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def hooked(rank, emit, folder):
+    """The gradients after each backward pass of a DDP model, whose own gradients are given."""
+    store = dist.FileStore(str(folder / "store"), WORKERS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
+    layer = nn.Linear(40, 24).double()
+    model = nn.parallel.DistributedDataParallel(layer)
+    state = PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=FIRST)
+    model.register_comm_hook(state, powerSGD_hook)
+    found = []
+    for step in range(STEPS):
+        model.zero_grad()
+        of_weight, of_bias = gradients_of(rank, step)
+        x = torch.eye(40, dtype=torch.float64)
+        # With the unit matrix as the input, this loss has these gradients.
+        loss = ((model(x) - layer.bias).T * of_weight).sum() + (layer.bias * of_bias).sum()
+        loss.backward()
+        found.append([layer.weight.grad.tolist(), layer.bias.grad.tolist()])
+    dist.destroy_process_group()
+    return found
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def test_all_steps_are_those_of_torchs_hook(tmp_path):
+    found, others = values(run(hooked, WORKERS, tmp_path))
+    assert found == others
+    seed = int(np.random.RandomState(0).randint(1_000_000_000))  # as the hook draws it
+    compressor = PowerSGD(RANK).compressor(SHAPES, seed)
+    residuals, state = [torch.zeros(())] * WORKERS, None
+    for step in range(FIRST, STEPS):
+        own = [flat(gradients_of(rank, step)) / WORKERS + residuals[rank] for rank in range(WORKERS)]
+        outs = [torch.empty_like(vector) for vector in own]
+        calls = [
+            compressor.sum(vector, out, state, members=WORKERS) for vector, out in zip(own, outs, strict=True)
+        ]
+        first = sum(next(call) for call in calls)
+        second = sum(call.send(first) for call in calls)
+        ended = [end_of(call, second) for call in calls]
+        residuals, state = [one.residual for one in ended], ended[0].state
+        expected = flat([torch.tensor(one, dtype=torch.float64) for one in found[step]])
+        torch.testing.assert_close(outs[0], expected, rtol=0, atol=1e-10)
+
+
+def end_of(call, received):
+    try:
+        call.send(received)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the call requests a third sum")

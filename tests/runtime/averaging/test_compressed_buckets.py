@@ -1,0 +1,167 @@
+"""Compressed gradients in real jobs: what all get, which residuals stay, and what a lost worker changes."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.numerics.compressors import powersgd
+from offbeat.numerics.compressors.registry import parse_compression
+from offbeat.runtime.averaging.bucket_set import BucketSet
+from offbeat.strategies import AllReduce, PartialAllReduce
+from support.group_training import STRATEGY, agree, make, train
+from support.processes import run, start, values
+from support.run_logs import groups_of
+
+WORKERS, STEPS = 3, 6
+STEADY = PartialAllReduce(limit=10**6, shards="equal")
+
+
+class Matrices(nn.Module):
+    """Its gradients are given: two matrices, a bias; the first worker's buffer is sent to the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(20, 30, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(16, 24, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.zeros(20, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
+
+
+SHAPES = [parameter.shape for parameter in Matrices().parameters()][::-1]  # as they lie in a bucket
+
+
+def gradients_of(rank, step):
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in Matrices().parameters()]
+
+
+def flat(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors][::-1])
+
+
+def loop(rank, emit, strategy, killed_at=None):
+    """The gradients after each backward pass; worker 2 ends itself in the round of a step."""
+    model = Matrices()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with offbeat.join(model, optimizer, strategy):
+        for step in range(STEPS):
+            if rank == 0:
+                model.seen.fill_(step)
+            if rank == 2 and killed_at == (step, "before"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 2 and killed_at == (step, "between two sums"):
+                powersgd.PowerSGDCompressor._as_matrices = die_at_the_second_sum()
+            optimizer.zero_grad()
+            model(gradients_of(rank, step)).backward()
+            assert model.seen.tolist() == [step] * 3
+            found.append(flat([parameter.grad for parameter in model.parameters()]).tolist())
+            optimizer.step()
+    return found
+
+
+def die_at_the_second_sum():
+    as_matrices, calls = powersgd.PowerSGDCompressor._as_matrices, []
+
+    def counted(self, vector):
+        calls.append(vector)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return as_matrices(self, vector)
+
+    return counted
+
+
+def expected_means(method, workers_of_step, first_of_new_group=()):
+    """What a compressor gives, called in one process; each worker's residual stays from step to step."""
+    compressor = parse_compression(method).compressor(SHAPES, seed=0)
+    residuals, state = [torch.zeros((), dtype=torch.float64)] * WORKERS, None
+    for step, workers in enumerate(workers_of_step):
+        if step in first_of_new_group:
+            state = None
+        own = [flat(gradients_of(worker, step)) / WORKERS + residuals[worker] for worker in workers]
+        outs = [torch.empty_like(vector) for vector in own]
+        calls = [
+            compressor.sum(vector, out, state, members=len(workers))
+            for vector, out in zip(own, outs, strict=True)
+        ]
+        received, ended = None, []
+        while not ended:
+            requests = []
+            for call in calls:
+                try:
+                    requests.append(call.send(received))
+                except StopIteration as end:
+                    ended.append(end.value)
+            received = sum(requests)
+        for worker, one in zip(workers, ended, strict=True):
+            residuals[worker] = torch.zeros(()) if one.residual is None else one.residual
+        state = ended[0].state
+        yield outs[0] * WORKERS / len(workers)
+
+
+def check(found, expected, tolerance=1e-12):
+    for mine, mean in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), mean, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("method", "tolerance"), [("powersgd:1", 1e-12), ("powersgd:2", 1e-12), ("bf16", 0.05), ("fp16", 0.005)]
+)
+@pytest.mark.parametrize("strategy", [AllReduce(), STEADY], ids=lambda one: one.name)
+def test_all_workers_get_the_mean_that_the_compressor_gives(strategy, method, tolerance):
+    found = values(run(loop, WORKERS, replace(strategy, compress=method)))
+    assert found[0] == found[1] == found[2]
+    check(found[0], expected_means(method, [range(WORKERS)] * STEPS), tolerance)
+
+
+@pytest.mark.parametrize("where", ["before", "between two sums"])
+def test_a_round_that_is_repeated_without_a_lost_worker_begins_with_the_same_residuals(where):
+    strategy = replace(STEADY, compress="powersgd:1")
+    with start(loop, WORKERS, strategy, (3, where)) as running:
+        *survivors, lost = running.ends()
+    assert lost.exitcode == -signal.SIGKILL
+    first, second = values(survivors)
+    assert first == second
+    workers_of_step = [range(3)] * 3 + [range(2)] * (STEPS - 3)
+    check(first, expected_means("powersgd:1", workers_of_step, first_of_new_group=[3]))
+
+
+def notes_what_it_drops(rank, emit, folder, strategy):
+    discard = BucketSet.discard_gradients
+
+    def noted(self):
+        before = len(self._residuals)
+        discard(self)
+        (folder / f"dropped by {rank}").write_text(f"{before} -> {len(self._residuals)}")
+
+    BucketSet.discard_gradients = noted
+    return train(rank, emit, strategy, 20)
+
+
+def test_a_straggler_that_returns_has_the_others_bits_and_none_of_its_residuals(tmp_path):
+    log = tmp_path / "log.jsonl"
+    env = {"OFFBEAT_SLOW": "1:20@burst=8/100000", "OFFBEAT_RUN_LOG": str(log)}
+    strategy = replace(STRATEGY, compress="powersgd:1")
+    agree(values(run(notes_what_it_drops, 3, tmp_path, strategy, env=env)))
+    assert any(1 in group.joining for group in groups_of(log))
+    parameters = len(list(make(0)[0].parameters()))
+    assert (tmp_path / "dropped by 1").read_text() == f"{parameters} -> 0"
+
+
+def test_a_quorum_needs_whole_gradients():
+    with pytest.raises(ValueError, match="leave quorum or compress out"):
+        PartialAllReduce(quorum="n-1", compress="bf16")
+
+
+def test_an_unknown_method_is_refused():
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16 or powersgd:RANK"):
+        AllReduce(compress="zip")
