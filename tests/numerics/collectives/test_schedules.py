@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offbeat.numerics.collectives.schedules import (
     ALGORITHMS,
     Step,
+    all_gather,
     chain_broadcast,
     cut_segments,
     direct,
@@ -230,6 +231,16 @@ def test_chain_broadcast_copies_the_roots_vector(data, workers, length, parts):
         assert one.elements_received(length) == (0 if rank == root else length)
 
 
+@given(st.integers(1, 17), st.integers(0, 6))
+def test_all_gather_copies_each_ranks_segment_to_all(workers, elements):
+    vectors = [[(rank, element) for element in range(workers * elements)] for rank in range(workers)]
+    schedules = [all_gather(workers, rank) for rank in range(workers)]
+    gathered = [(element // elements, element) for element in range(workers * elements)]
+    assert execute(schedules, vectors) == [gathered] * workers
+    for one in schedules:
+        assert one.elements_sent(workers * elements) == (workers - 1) * elements
+
+
 def test_an_idle_rank_keeps_its_steps():
     # The last of four in a chain of one segment waits two steps for it.
     assert chain_broadcast(4, 3, root=0, parts=1).steps == (
@@ -239,7 +250,7 @@ def test_an_idle_rank_keeps_its_steps():
     )
 
 
-@pytest.mark.parametrize("make", [*ALL_REDUCES.values(), partial(chain_broadcast, root=0)])
+@pytest.mark.parametrize("make", [*ALL_REDUCES.values(), partial(chain_broadcast, root=0), all_gather])
 @pytest.mark.parametrize(
     ("workers", "rank", "text"), [(0, 0, "1 worker"), (4, 4, "0 to 3"), (4, -1, "0 to 3")]
 )

@@ -13,7 +13,9 @@ from offbeat.numerics.compressors import powersgd
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.strategies import AllReduce, PartialAllReduce
+from support.compression import sum_compressed
 from support.group_training import STRATEGY, agree, make, train
+from support.jobs import job
 from support.processes import run, start, values
 from support.run_logs import groups_of
 
@@ -80,31 +82,18 @@ def die_at_the_second_sum():
     return counted
 
 
-def expected_means(method, workers_of_step, first_of_new_group=()):
+def expected_means(method, workers_of_step):
     """What a compressor gives, called in one process; each worker's residual stays from step to step."""
     compressor = parse_compression(method).compressor(SHAPES, seed=0)
-    residuals, state = [torch.zeros((), dtype=torch.float64)] * WORKERS, None
+    residuals, states = [torch.zeros((), dtype=torch.float64)] * WORKERS, None
     for step, workers in enumerate(workers_of_step):
-        if step in first_of_new_group:
-            state = None
+        if step and workers != workers_of_step[step - 1]:
+            states = None
         own = [flat(gradients_of(worker, step)) / WORKERS + residuals[worker] for worker in workers]
-        outs = [torch.empty_like(vector) for vector in own]
-        calls = [
-            compressor.sum(vector, out, state, members=len(workers))
-            for vector, out in zip(own, outs, strict=True)
-        ]
-        received, ended = None, []
-        while not ended:
-            requests = []
-            for call in calls:
-                try:
-                    requests.append(call.send(received))
-                except StopIteration as end:
-                    ended.append(end.value)
-            received = sum(requests)
+        outs, ended, _ = sum_compressed(compressor, own, states)
         for worker, one in zip(workers, ended, strict=True):
             residuals[worker] = torch.zeros(()) if one.residual is None else one.residual
-        state = ended[0].state
+        states = [one.state for one in ended]
         yield outs[0] * WORKERS / len(workers)
 
 
@@ -114,7 +103,7 @@ def check(found, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize(
-    ("method", "tolerance"), [("powersgd:1", 1e-12), ("powersgd:2", 1e-12), ("bf16", 0.05), ("fp16", 0.005)]
+    ("method", "tolerance"), [("powersgd:2", 1e-12), ("topk:0.02", 1e-12), ("bf16", 0.05), ("fp16", 0.005)]
 )
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY], ids=lambda one: one.name)
 def test_all_workers_get_the_mean_that_the_compressor_gives(strategy, method, tolerance):
@@ -132,7 +121,41 @@ def test_a_round_that_is_repeated_without_a_lost_worker_begins_with_the_same_res
     first, second = values(survivors)
     assert first == second
     workers_of_step = [range(3)] * 3 + [range(2)] * (STEPS - 3)
-    check(first, expected_means("powersgd:1", workers_of_step, first_of_new_group=[3]))
+    check(first, expected_means("powersgd:1", workers_of_step))
+
+
+def loop_until_three_steps_of_three(rank, emit, strategy):
+    """The members and the gradients of each step, by number; a newcomer has those from where it joins."""
+    model = Matrices()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found, steps_of_three = {}, 0
+    with offbeat.join(model, optimizer, strategy) as session:
+        while steps_of_three < 3:
+            step = session.step
+            optimizer.zero_grad()
+            model(gradients_of(session.worker, step)).backward()
+            members = session.members
+            found[step] = members, flat([p.grad for p in model.parameters()]).tolist()
+            optimizer.step()
+            steps_of_three += len(members) == 3
+            if step == 2:
+                emit("here")
+    return found
+
+
+def test_residuals_stay_the_same_gradients_when_a_group_grows():
+    """With more members the trailer is longer, the buckets are others, and contributions are smaller."""
+    strategy = PartialAllReduce(limit=10**6, compress="topk:0.02")
+    with job(loop_until_three_steps_of_three, 2, strategy) as running:
+        running.receive(0)
+        running.add(loop_until_three_steps_of_three, strategy)
+        found, other, newcomers = values(running.ends())
+    assert found == other
+    assert newcomers == {step: found[step] for step in newcomers}
+    assert len(newcomers) == 3
+    assert sum(len(members) == 2 for members, _ in found.values()) > 3
+    members_of_step = [members for members, _ in found.values()]
+    check([mean for _, mean in found.values()], expected_means("topk:0.02", members_of_step))
 
 
 def notes_what_it_drops(rank, emit, folder, strategy):
@@ -163,5 +186,5 @@ def test_a_quorum_needs_whole_gradients():
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="expected compress to be bf16, fp16 or powersgd:RANK"):
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO"):
         AllReduce(compress="zip")

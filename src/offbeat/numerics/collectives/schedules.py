@@ -159,17 +159,39 @@ def ring(workers: int, rank: int) -> Schedule:
         )
         for t in range(workers - 1)
     ]
-    all_gather = [
+    steps = (*reduce_scatter, *_ring_gather(workers, rank, own=rank + 1))
+    return Schedule(workers=workers, rank=rank, segments=workers, steps=steps)
+
+
+def all_gather(workers: int, rank: int) -> Schedule:
+    """Copy segment j of rank j to all ranks, in p-1 steps: the second half of `ring`.
+
+    Source: see `ring`.
+
+    Args:
+        workers: p, at least 1; a world of one has no steps.
+        rank: j, 0 to p-1.
+
+    Raises:
+        ValueError: a count or rank is out of range.
+    """
+    _check_rank("rank", rank, workers)
+    steps = tuple(_ring_gather(workers, rank, own=rank))
+    return Schedule(workers=workers, rank=rank, segments=workers, steps=steps)
+
+
+def _ring_gather(workers: int, rank: int, own: int) -> list[Step]:
+    """Return the steps in which each rank sends on what it has: in the first one its own segment."""
+    return [
         Step(
-            send_to=after,
-            send_segment=(rank + 1 - t) % workers,
-            recv_from=before,
-            recv_segment=(rank - t) % workers,
+            send_to=(rank + 1) % workers,
+            send_segment=(own - t) % workers,
+            recv_from=(rank - 1) % workers,
+            recv_segment=(own - t - 1) % workers,
             op="copy",
         )
         for t in range(workers - 1)
     ]
-    return Schedule(workers=workers, rank=rank, segments=workers, steps=(*reduce_scatter, *all_gather))
 
 
 def recursive_doubling(workers: int, rank: int, *, far_first: bool = False) -> Schedule:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offbeat.numerics.compressors.interface import Compressed, SumRequests
+from offbeat.numerics.compressors.interface import Compressed, Requests, Sum
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Cast:
         """See `CompressionMethod.compressor`: the same for all layouts."""
         return self
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> SumRequests:
+    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
         """See `Compressor.sum`."""
-        out.copy_((yield vector.to(self.dtype)))
+        out.copy_((yield Sum(vector.to(self.dtype))))
         return Compressed(residual=None, state=None)

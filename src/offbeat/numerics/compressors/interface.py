@@ -1,16 +1,38 @@
-"""Interface of compressors: they say what is to be summed over the members, and do not send it.
+"""Interface of compressors: they say what is to be summed or gathered over the members, and send nothing.
 
-A compressor sums a vector over the members of a group approximately, with fewer bytes. It yields tensors; its
-caller has each of them summed over the members, and sends back the sum. So the same compressor runs over real
-links, in a test without any, or in a simulation that counts bytes.
+A compressor sums a vector over the members of a group approximately, with fewer bytes. It yields requests,
+which its caller carries out. So the same compressor runs over real links, in a test without any, or in a
+simulation that counts bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+
+
+class Sum(NamedTuple):
+    """Asks for the sum of a tensor over the members.
+
+    Attributes:
+        values: 1-D; the compressor does not change it afterwards.
+    """
+
+    values: torch.Tensor
+
+
+class Gather(NamedTuple):
+    """Asks for the tensors of all members.
+
+    The answer has one row for each member, in their order, the same on all members.
+
+    Attributes:
+        values: 1-D, equally long on all members; the compressor does not change it afterwards.
+    """
+
+    values: torch.Tensor
 
 
 class Compressed(NamedTuple):
@@ -18,7 +40,7 @@ class Compressed(NamedTuple):
 
     Attributes:
         residual: the part of this member's vector that is not in the sum, to be added to its next vector;
-            None if the compressor keeps none.
+            None if nothing is left.
         state: for the next call; the same on all members.
     """
 
@@ -26,8 +48,8 @@ class Compressed(NamedTuple):
     state: Any
 
 
-SumRequests = Generator[torch.Tensor, torch.Tensor, Compressed]
-"""Yields 1-D tensors to be summed, which the generator does not change afterwards; gets the sums."""
+Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Compressed]
+"""Yields what it asks for, gets the answers, and returns what is left."""
 
 
 class Compressor(Protocol):
@@ -38,7 +60,7 @@ class Compressor(Protocol):
     call has returned.
     """
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> SumRequests:
+    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
         """Sum a vector over the members.
 
         Args:

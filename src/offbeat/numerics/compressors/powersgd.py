@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offbeat.numerics.compressors.interface import Compressed, SumRequests
+from offbeat.numerics.compressors.interface import Compressed, Requests, Sum
 
 _RATE_MIN = 2  # a matrix is compressed if that saves at least half of its elements
 
@@ -68,12 +68,12 @@ class PowerSGDCompressor:
                 self._rest.append((start, elements))
             start += elements
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> SumRequests:
+    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
         """See `Compressor.sum`; the state are the right factors."""
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
         rest = [vector[start : start + elements] for start, elements in self._rest]
-        first = yield torch.cat([part.flatten() for part in [*parts, *rest]])
+        first = yield Sum(torch.cat([part.flatten() for part in [*parts, *rest]]))
         pieces = first.split([part.numel() for part in [*parts, *rest]])
         for (start, elements), piece in zip(self._rest, pieces[len(parts) :], strict=True):
             out[start : start + elements] = piece
@@ -84,7 +84,7 @@ class PowerSGDCompressor:
             for piece, part in zip(pieces[: len(parts)], parts, strict=True)
         ]
         parts = [m.T @ p for m, p in zip(self._as_matrices(vector), left, strict=True)]
-        second = yield torch.cat([part.flatten() for part in parts])
+        second = yield Sum(torch.cat([part.flatten() for part in parts]))
         right = [
             piece.view_as(part)
             for piece, part in zip(second.split([part.numel() for part in parts]), parts, strict=True)

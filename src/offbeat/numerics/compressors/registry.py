@@ -7,19 +7,27 @@ import torch
 from offbeat.numerics.compressors.cast import Cast
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
+from offbeat.numerics.compressors.topk import TopK
 
-_EXPECTED = "expected compress to be bf16, fp16 or powersgd:RANK, such as powersgd:2"
+_EXPECTED = "expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO, such as powersgd:2 or topk:0.01"
 
 
 def parse_compression(text: str) -> CompressionMethod:
     """Parse a method from its form in a strategy's options, such as `powersgd:2`.
 
     Raises:
-        ValueError: the text is not a method; one line with what was expected and what was given.
+        ValueError: the text is not a method, or its option is out of range; one line with what was expected
+            and what was given.
     """
     name, _, option = text.partition(":")
-    if text in ("bf16", "fp16"):
-        return Cast(torch.bfloat16 if text == "bf16" else torch.float16)
-    if name != "powersgd" or not option.isdecimal():
-        raise ValueError(f"{_EXPECTED}, got {text!r}")
-    return PowerSGD(int(option))
+    try:
+        match name:
+            case "bf16" | "fp16" if name == text:
+                return Cast(torch.bfloat16 if name == "bf16" else torch.float16)
+            case "powersgd":
+                return PowerSGD(int(option))
+            case "topk":
+                return TopK(float(option))
+    except ValueError as error:
+        raise ValueError(f"{_EXPECTED}, got {text!r} ({error})") from None
+    raise ValueError(f"{_EXPECTED}, got {text!r}")

@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 
-A compressor says what is to be summed, one tensor after another; each is an all-reduce of its own. The first
-begins when the bucket is full, during the backward pass; the next ones begin when the loop waits for the
-bucket, in the loop's thread, since computing them would compete with the backward pass anyway. Buffers and
-the trailer are summed as they are.
+A compressor says what is to be summed or gathered, one tensor after another; each is an exchange of its own.
+The first begins when the bucket is full, during the backward pass; the next ones begin when the loop waits
+for the bucket, in the loop's thread, since computing them would compete with the backward pass anyway.
+Buffers and the trailer are summed as they are.
 
 A residual is what this worker has contributed and no sum contains yet. It is added to the next round's
 contribution. It changes only when a round's means are used: a round that is abandoned and repeated begins
@@ -27,12 +27,12 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.compressors.interface import Compressed, CompressionMethod, SumRequests
+from offbeat.numerics.compressors.interface import Compressed, CompressionMethod, Gather, Requests
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 
-_SUMS_MAX = 8  # sums of one bucket, at most: those of the compressor, and the entries that are no gradients
+_REQUESTS_MAX = 8  # exchanges of one bucket: the compressor's, and that of entries that are no gradients
 
 
 class CompressedBucket(GradientBucket):
@@ -79,7 +79,7 @@ class CompressedBucket(GradientBucket):
         """See `GradientBucket.all_reduce`."""
         if exchange is not self._exchange:
             self._exchange, self._state = exchange, None
-        self._sums = _CompressedSums(exchange, exchange_id, index * _SUMS_MAX, algorithm, priority)
+        self._sums = _CompressedSums(exchange, exchange_id, index * _REQUESTS_MAX, algorithm, priority)
         own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
         if split < len(own):
             self._sums.add(own[split:], total[split:])
@@ -127,8 +127,8 @@ class _CompressedSums:
 
     Args:
         exchange: over the group's members.
-        exchange_id, algorithm, priority: of all sums; see `Exchange.all_reduce`.
-        index: of the first sum.
+        exchange_id, algorithm, priority: of all requests; see `Exchange.all_reduce`.
+        index: of the first request.
 
     Attributes:
         compressed: what the compressor has returned; None before that.
@@ -141,8 +141,8 @@ class _CompressedSums:
         self._exchange, self._exchange_id, self._next_index = exchange, exchange_id, index
         self._algorithm, self._priority = algorithm, priority
         self._others: list[PendingExchange] = []  # sums that the compressor does not wait for
-        self._requests: SumRequests | None = None
-        self._sum = torch.empty(0, device="cpu")  # of the request under way
+        self._requests: Requests | None = None
+        self._answer = torch.empty(0, device="cpu")  # to the request under way
         self._pending: PendingExchange | None = None
         self.compressed: Compressed | None = None
         self.ended_s: float | None = None
@@ -151,39 +151,49 @@ class _CompressedSums:
         """Begin a sum beside those of the compressor."""
         self._others.append(self._all_reduce(values, into))
 
-    def begin(self, requests: SumRequests) -> None:
-        """Begin the compressor's first sum."""
+    def begin(self, requests: Requests) -> None:
+        """Begin the compressor's first request."""
         self._requests = requests
         self._request_next(None)
 
     def wait(self, timeout_s: float) -> None:
-        """See `PendingExchange.wait`; computes, and begins the next sums."""
+        """See `PendingExchange.wait`; computes, and begins the next requests."""
         deadline_s = time.monotonic() + timeout_s
         while self._pending is not None:
             self._pending.wait(max(0.0, deadline_s - time.monotonic()))
-            self._request_next(self._sum)
+            self._request_next(self._answer)
         for other in self._others:
             other.wait(max(0.0, deadline_s - time.monotonic()))
         self.ended_s = time.perf_counter()
 
     @torch.no_grad()
-    def _request_next(self, received: torch.Tensor | None) -> None:
+    def _request_next(self, answer: torch.Tensor | None) -> None:
         assert self._requests is not None
         try:
-            values = next(self._requests) if received is None else self._requests.send(received)
+            request = next(self._requests) if answer is None else self._requests.send(answer)
         except StopIteration as end:
             self.compressed, self._pending = end.value, None
             return
-        self._sum = torch.empty_like(values)
-        self._pending = self._all_reduce(values, self._sum)
+        if isinstance(request, Gather):
+            self._answer = request.values.new_empty(self._exchange.size, len(request.values))
+            self._answer[self._exchange.position] = request.values
+            self._pending = self._exchange.gather(
+                self._answer.view(-1), exchange_id=self._exchange_id, index=self._take_index()
+            )
+        else:
+            self._answer = torch.empty_like(request.values)
+            self._pending = self._all_reduce(request.values, self._answer)
 
     def _all_reduce(self, values: torch.Tensor, into: torch.Tensor) -> PendingExchange:
-        index, self._next_index = self._next_index, self._next_index + 1
         return self._exchange.all_reduce(
             values,
             into,
             exchange_id=self._exchange_id,
-            index=index,
+            index=self._take_index(),
             algorithm=self._algorithm,
             priority=self._priority,
         )
+
+    def _take_index(self) -> int:
+        self._next_index += 1
+        return self._next_index - 1

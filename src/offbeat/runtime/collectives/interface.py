@@ -46,10 +46,12 @@ class Exchange(Protocol):
     Attributes:
         device: of the tensors that it takes.
         size: the number of members.
+        position: this worker's index among them.
     """
 
     device: torch.device
     size: int
+    position: int
 
     def all_reduce(
         self,
@@ -108,6 +110,17 @@ class Exchange(Protocol):
         self, flat: torch.Tensor, *, root: int, exchange_id: int, index: int = 0
     ) -> PendingExchange:
         """Copy the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
+
+    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """Copy each member's part of the 1-D tensor `flat` to all other members, in place.
+
+        Args:
+            flat: as many equal parts as there are members, in their order; this member's is filled.
+            exchange_id, index: see `all_reduce`.
+
+        Raises:
+            ValueError: the members cannot have equal parts, or a member may still read `flat`.
+        """
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """Call `on_progress` every 0.2 s while an exchange takes longer than that.
@@ -175,3 +188,13 @@ def memory_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous 1-D tensor on the CPU as a writable view."""
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw)
+
+
+def check_equal_parts(flat: torch.Tensor, members: int) -> None:
+    """Check that the members can have equal parts of a tensor.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if flat.numel() % members:
+        raise ValueError(f"expected equal parts for {members} members, got {flat.numel()} elements in all")

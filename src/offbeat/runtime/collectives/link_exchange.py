@@ -18,19 +18,21 @@ import torch
 from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.numerics.collectives.schedules import (
     Schedule,
+    all_gather,
     chain_broadcast,
     cut_segments,
     schedule,
     segment_span,
 )
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
-from offbeat.runtime.collectives.interface import PendingExchange, memory_of
+from offbeat.runtime.collectives.interface import PendingExchange, check_equal_parts, memory_of
 from offbeat.runtime.devices.interface import CallWhenReady
 from offbeat.runtime.processes.waiting import SignalSafeEvent
 from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
+_GATHER = "gather"
 _PROGRESS_S = 0.2
 _PROGRESS_BYTES = 2048  # more than the heartbeats of all peers in that time
 _SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the I/O thread
@@ -50,7 +52,7 @@ class LinkExchange:
             dropped, even if this worker has begun no exchange; 0 if they are not known yet.
 
     Attributes:
-        size: see `Exchange`.
+        size, position: see `Exchange`.
     """
 
     device = torch.device("cpu")
@@ -61,7 +63,7 @@ class LinkExchange:
         self._endpoint = endpoint
         self._names = tuple(names)
         self.size = len(self._names)
-        self._position = position
+        self.position = position
         self._first_unused_tag = _tag(ids_below, 0)
         self._plans: dict[tuple[str | int, int], _Plan] = {}
         self._line_s: dict[str, float] = {}  # by link name, since they were taken
@@ -112,6 +114,11 @@ class LinkExchange:
         """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0, None)
 
+    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """See `Exchange.gather`: parts are sent on along the ring."""
+        check_equal_parts(flat, self.size)
+        return self._begin(self._new_run(flat, _GATHER, exchange_id, index), Contribution(flat), 0, None)
+
     def abandon(self, error: WorkerError) -> None:
         """Fail all pending and later exchanges; see `Exchange.abandon`."""
         with self._lock:
@@ -134,15 +141,15 @@ class LinkExchange:
         line_s[name] = max(time_s, line_s.get(name, 0.0))
 
     def _plan(self, operation: str | int, length: int) -> _Plan:
-        """Return the plan of an all-reduce, by its algorithm, or of a broadcast, by its root."""
+        """Return the plan of an all-reduce, by its algorithm, of a broadcast, by its root, or of a gather."""
         plan = self._plans.get((operation, length))
         if plan is None:
-            members, position = len(self._names), self._position
-            chosen = (
-                schedule(operation, members, position)
-                if isinstance(operation, str)
-                else chain_broadcast(members, position, operation)
-            )
+            if isinstance(operation, int):
+                chosen = chain_broadcast(self.size, self.position, operation)
+            elif operation == _GATHER:
+                chosen = all_gather(self.size, self.position)
+            else:
+                chosen = schedule(operation, self.size, self.position)
             if len(chosen.steps) > 1 << _STEP_BITS:
                 raise ValueError(
                     f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
@@ -153,7 +160,7 @@ class LinkExchange:
     def _new_run(
         self, into: torch.Tensor, operation: str | int, exchange_id: int, index: int
     ) -> _ScheduleRun:
-        if operation != self._position and self._endpoint.has_readers(memory_of(into)):
+        if operation != self.position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
         plan = self._plan(operation, into.numel())

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Store
 
 from offbeat.errors import WorkerError
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
-from offbeat.runtime.collectives.interface import PendingExchange
+from offbeat.runtime.collectives.interface import PendingExchange, check_equal_parts
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady, Device
 from offbeat.runtime.processes.threads import run_with_deadline, start_thread
 from offbeat.runtime.processes.waiting import SignalSafeEvent
@@ -45,12 +45,12 @@ class TorchExchange:
         device: of the tensors.
 
     Attributes:
-        size: see `Exchange`.
+        size, position: see `Exchange`.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
         self._group: dist.ProcessGroup | None = group  # None once it is being aborted
-        self.size = group.size()
+        self.size, self.position = group.size(), group.rank()
         self._model_device = device
         self.device = device.torch_device
         self._error: WorkerError | None = None
@@ -93,6 +93,16 @@ class TorchExchange:
         return self._run(
             lambda group: dist.broadcast(flat, dist.get_global_rank(group, root), group=group, async_op=True)
         )
+
+    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """See `Exchange.gather`."""
+        check_equal_parts(flat, self.size)
+        parts = [*flat.chunk(self.size)]
+
+        def gather(group: dist.ProcessGroup) -> Any:
+            return dist.all_gather(parts, parts[self.position].clone(), group=group, async_op=True)
+
+        return self._run(gather)
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """See `Exchange.report_progress`: nothing is reported."""

@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from offbeat.numerics.compressors.powersgd import PowerSGD
-from support.processes import run, values
+from support.compression import sum_compressed
+from support.processes import start
 
 WORKERS, STEPS, FIRST, RANK = 2, 8, 2, 2
 SHAPES = [torch.Size((24, 40)), torch.Size((24,))]  # the second is not compressed
@@ -19,7 +20,7 @@ def gradients_of(rank, step):
 
 
 def hooked(rank, emit, folder):
-    """The gradients after each backward pass of a DDP model, whose own gradients are given."""
+    """Emits the gradients after each backward pass of a DDP model, whose own gradients are given."""
     store = dist.FileStore(str(folder / "store"), WORKERS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS)
     layer = nn.Linear(40, 24).double()
@@ -35,8 +36,7 @@ def hooked(rank, emit, folder):
         loss = ((model(x) - layer.bias).T * of_weight).sum() + (layer.bias * of_bias).sum()
         loss.backward()
         found.append([layer.weight.grad.tolist(), layer.bias.grad.tolist()])
-    dist.destroy_process_group()
-    return found
+    emit(found)  # before torch ends its threads, which may fail where a hook has run in one
 
 
 def flat(tensors):
@@ -44,28 +44,15 @@ def flat(tensors):
 
 
 def test_all_steps_are_those_of_torchs_hook(tmp_path):
-    found, others = values(run(hooked, WORKERS, tmp_path))
+    with start(hooked, WORKERS, tmp_path) as running:
+        found, others = running.receive(0), running.receive(1)
     assert found == others
     seed = int(np.random.RandomState(0).randint(1_000_000_000))  # as the hook draws it
     compressor = PowerSGD(RANK).compressor(SHAPES, seed)
-    residuals, state = [torch.zeros(())] * WORKERS, None
+    residuals, states = [torch.zeros(())] * WORKERS, None
     for step in range(FIRST, STEPS):
         own = [flat(gradients_of(rank, step)) / WORKERS + residuals[rank] for rank in range(WORKERS)]
-        outs = [torch.empty_like(vector) for vector in own]
-        calls = [
-            compressor.sum(vector, out, state, members=WORKERS) for vector, out in zip(own, outs, strict=True)
-        ]
-        first = sum(next(call) for call in calls)
-        second = sum(call.send(first) for call in calls)
-        ended = [end_of(call, second) for call in calls]
-        residuals, state = [one.residual for one in ended], ended[0].state
+        outs, ended, _ = sum_compressed(compressor, own, states)
+        residuals, states = [one.residual for one in ended], [one.state for one in ended]
         expected = flat([torch.tensor(one, dtype=torch.float64) for one in found[step]])
         torch.testing.assert_close(outs[0], expected, rtol=0, atol=1e-10)
-
-
-def end_of(call, received):
-    try:
-        call.send(received)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("the call requests a third sum")

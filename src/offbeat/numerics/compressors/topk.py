@@ -1,0 +1,103 @@
+"""Top-k: of each tensor the numbers of the largest magnitude; the others are added to the next gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offbeat.numerics.compressors.interface import Compressed, Gather, Requests, Sum
+
+_SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
+_SAMPLE_STRIDE = 100
+_MARGIN = 1.5  # more candidates than needed, so that an estimate is seldom too high
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Sends a share of the numbers of each tensor of at least two dimensions, with their places.
+
+    Members send different places, so all are gathered: bytes grow with the members. Where the share is not
+    below 1 / members, a sum of all numbers has no more bytes, and is taken. Biases are sent whole.
+
+    Source: Lin et al. 2018, "Deep gradient compression", section 3 (selection by a threshold from a sample of
+    1 %), without its momentum correction. Deviation: exactly the largest of the candidates above the
+    threshold are taken; where these are too few, the largest of all.
+
+    Args:
+        ratio: share of the numbers that are sent, more than 0 and at most 1.
+
+    Raises:
+        ValueError: the ratio is out of range.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+
+    def compressor(self, shapes: Sequence[torch.Size], seed: int) -> TopKCompressor:
+        """See `CompressionMethod.compressor`."""
+        return TopKCompressor(shapes, self.ratio)
+
+
+class TopKCompressor:
+    """Gathers the chosen numbers of all members, after a sum of what is sent whole.
+
+    Args:
+        shapes: of the tensors that a vector holds.
+        ratio: share of the numbers that are sent.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], ratio: float) -> None:
+        self._ratio = ratio
+        self._sparse: list[tuple[int, int, int]] = []  # start in the vector, elements, how many are sent
+        self._whole: list[tuple[int, int]] = []  # start in the vector, elements
+        start = 0
+        for shape in shapes:
+            elements = shape.numel()
+            if len(shape) > 1:
+                self._sparse.append((start, elements, math.ceil(ratio * elements)))
+            else:
+                self._whole.append((start, elements))
+            start += elements
+
+    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
+        """See `Compressor.sum`; there is no state."""
+        if self._ratio * members >= 1 or not self._sparse:
+            out.copy_((yield Sum(vector)))
+            return Compressed(residual=None, state=None)
+        out.zero_()
+        residual = vector.clone()
+        if self._whole:
+            spans = [(start, start + elements) for start, elements in self._whole]
+            received = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
+            pieces = received.split([elements for _, elements in self._whole])
+            for (start, stop), piece in zip(spans, pieces, strict=True):
+                out[start:stop] = piece
+                residual[start:stop] = 0
+        places = torch.cat([self._choose(vector, *span) for span in self._sparse])
+        values = vector[places]
+        received = yield Gather(torch.cat([values.view(torch.int32), places.to(torch.int32)]))
+        for row in received:
+            others_places = row[-len(places) :].long()
+            out.index_add_(0, others_places, row[: -len(places)].clone().view(vector.dtype))
+        residual[places] = 0
+        return Compressed(residual if residual.sum().isfinite() else None, state=None)
+
+    def _choose(self, vector: torch.Tensor, start: int, elements: int, count: int) -> torch.Tensor:
+        """Return `count` places of the largest magnitudes in a tensor, first of all those of NaN."""
+        magnitudes = vector[start : start + elements].abs()
+        if elements < _SAMPLED_FROM:
+            return start + magnitudes.topk(count, sorted=False).indices
+        sample = magnitudes[::_SAMPLE_STRIDE]
+        wanted = min(len(sample), math.ceil(_MARGIN * count / _SAMPLE_STRIDE))
+        threshold = sample.topk(wanted, sorted=False).values.min()
+        candidates = (magnitudes < threshold).logical_not_().nonzero().flatten()
+        if len(candidates) < count:
+            return start + magnitudes.topk(count, sorted=False).indices
+        return start + candidates[magnitudes[candidates].topk(count, sorted=False).indices]
