@@ -180,6 +180,27 @@ def test_a_straggler_that_returns_has_the_others_bits_and_none_of_its_residuals(
     assert (tmp_path / "dropped by 1").read_text() == f"{parameters} -> 0"
 
 
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(20, 30, dtype=torch.complex64))
+
+
+def complex_gradient(rank, emit):
+    model = Complex()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce(compress="powersgd:1")):
+        model.weight.grad = torch.full((20, 30), rank + 1 / 3 + 2j * rank)
+        optimizer.step()
+    return model.weight.grad.tolist()
+
+
+def test_complex_gradients_are_sent_whole():
+    found, other = values(run(complex_gradient, 2))
+    assert found == other
+    torch.testing.assert_close(torch.tensor(found), torch.full((20, 30), 0.5 + 1 / 3 + 1j))
+
+
 def test_a_quorum_needs_whole_gradients():
     with pytest.raises(ValueError, match="leave quorum or compress out"):
         PartialAllReduce(quorum="n-1", compress="bf16")

@@ -93,18 +93,21 @@ class BucketSet:
         dtypes += [torch.float64 if precise else torch.float32]
         sizes = [shape.numel() for shape in shapes]
         plan = plan_buckets(sizes, dtypes, bucket_bytes=self._bucket_bytes)
+        parameters, zeros = len(self._parameters), binding.memory.zeros
         if self._compression is None:
-            return make_buckets(plan, shapes, len(self._parameters), binding.memory, binding.exchange_device)
+            return make_buckets(plan, shapes, parameters, binding.memory, binding.exchange_device)
         return [
             CompressedBucket(
                 bucket,
                 shapes,
-                len(self._parameters),
-                binding.memory.zeros,
+                parameters,
+                zeros,
                 method=self._compression,
                 seed=index,
                 residuals=self._residuals,
             )
+            if bucket.dtype.is_floating_point
+            else GradientBucket(bucket, shapes, parameters, zeros)
             for index, bucket in enumerate(plan)
         ]
 
