@@ -1,32 +1,43 @@
 """Calls of compressors by several members, in one process."""
 
+from typing import Any, NamedTuple
+
 import torch
 
-from offbeat.numerics.compressors.interface import Gather, Sum
+from offbeat.numerics.compressors.interface import Gather
+
+
+class Ended(NamedTuple):
+    """What is left of a member's call."""
+
+    residual: Any
+    state: Any
 
 
 def sum_compressed(compressor, vectors, states=None):
-    """What each member gets as the sum, what its call has returned, and the bytes of each one's requests."""
+    """What each member gets as the sum, what is left of its call, and the bytes of each one's requests."""
     outs = [torch.full_like(vector, torch.nan) for vector in vectors]
+    residuals = [
+        torch.full_like(vector, torch.nan) if compressor.keeps_residual else None for vector in vectors
+    ]
     calls = [
-        compressor.sum(vector, out, state, members=len(vectors))
-        for vector, out, state in zip(vectors, outs, states or [None] * len(vectors), strict=True)
+        compressor.sum(vector, out, residual, state, members=len(vectors))
+        for vector, out, residual, state in zip(
+            vectors, outs, residuals, states or [None] * len(vectors), strict=True
+        )
     ]
     ended, answer, requested_bytes = [], None, 0
-    while not ended:
+    while True:
         requests = []
-        for call in calls:
+        for call, residual in zip(calls, residuals, strict=True):
             try:
                 requests.append(call.send(answer))
             except StopIteration as end:
-                ended.append(end.value)
+                ended.append(Ended(residual, end.value))
         if not requests:
-            break
+            return outs, ended, requested_bytes
         assert not ended, "all members make the same requests"
-        kinds = {type(request) for request in requests}
-        assert len(kinds) == 1
-        values = torch.stack([request.values for request in requests])
+        assert len({type(request) for request in requests}) == 1
         requested_bytes += requests[0].values.nbytes
-        answer = values if kinds == {Gather} else values.sum(0)
-        assert kinds <= {Gather, Sum}
-    return outs, ended, requested_bytes
+        values = torch.stack([request.values for request in requests])
+        answer = values if isinstance(requests[0], Gather) else values.sum(0)

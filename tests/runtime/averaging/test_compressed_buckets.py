@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.compressors import powersgd
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.runtime.averaging.bucket_set import BucketSet
+from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.strategies import AllReduce, PartialAllReduce
 from support.compression import sum_compressed
 from support.group_training import STRATEGY, agree, make, train
@@ -178,6 +180,45 @@ def test_a_straggler_that_returns_has_the_others_bits_and_none_of_its_residuals(
     assert any(1 in group.joining for group in groups_of(log))
     parameters = len(list(make(0)[0].parameters()))
     assert (tmp_path / "dropped by 1").read_text() == f"{parameters} -> 0"
+
+
+class OneMember:
+    """An exchange in which this worker is alone."""
+
+    size, position, ended_s = 1, 0, 0.0
+
+    def all_reduce(self, flat, into, **_):
+        into.copy_(flat)
+        return self
+
+    def gather(self, flat, **_):
+        return self
+
+    def wait(self, timeout_s):
+        pass
+
+
+def test_a_residual_changes_only_when_the_means_are_handed_over():
+    shapes = [torch.Size((20, 30))]
+    plan = Bucket(dtype=torch.float64, entries=(0,), offsets=(0,), elements=600)
+    residuals = {}
+
+    def zeros(elements, dtype):
+        return torch.zeros(elements, dtype=dtype)
+
+    method = parse_compression("topk:0.1")
+    bucket = CompressedBucket(plan, shapes, 1, zeros, method=method, seed=0, residuals=residuals)
+    for number in range(1, 4):
+        before = {entry: residual.clone() for entry, residual in residuals.items()}
+        for _ in range(2):  # the round is repeated
+            bucket.contribution.flat.copy_(torch.arange(600) * number)
+            bucket.all_reduce(OneMember(), exchange_id=number, index=0).wait(1.0)
+            assert residuals.keys() == before.keys()
+            assert all(torch.equal(residuals[entry], before[entry]) for entry in before)
+        sums = bucket.output.flat.clone()
+        bucket.hand_over_means()
+        assert torch.equal(residuals[0] + sums, bucket.contribution.flat)
+        bucket.end_round()
 
 
 class Complex(nn.Module):

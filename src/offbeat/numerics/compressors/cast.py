@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from offbeat.numerics.compressors.interface import Compressed, Requests, Sum
+from offbeat.numerics.compressors.interface import Requests, Sum
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,22 @@ class Cast:
         dtype: bfloat16 or float16.
     """
 
+    keeps_residual: ClassVar[bool] = False
+
     dtype: torch.dtype
 
     def compressor(self, shapes: Sequence[torch.Size], seed: int) -> Cast:
         """See `CompressionMethod.compressor`: the same for all layouts."""
         return self
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
+    def sum(
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        state: Any,
+        *,
+        members: int,
+    ) -> Requests:
         """See `Compressor.sum`."""
         out.copy_((yield Sum(vector.to(self.dtype))))
-        return Compressed(residual=None, state=None)

@@ -8,7 +8,7 @@ simulation that counts bytes.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -35,38 +35,40 @@ class Gather(NamedTuple):
     values: torch.Tensor
 
 
-class Compressed(NamedTuple):
-    """What is left when a vector has been summed.
-
-    Attributes:
-        residual: the part of this member's vector that is not in the sum, to be added to its next vector;
-            None if nothing is left.
-        state: for the next call; the same on all members.
-    """
-
-    residual: torch.Tensor | None
-    state: Any
-
-
-Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Compressed]
-"""Yields what it asks for, gets the answers, and returns what is left."""
+Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]
+"""Yields what it asks for, gets the answers, and returns the compressor's next state."""
 
 
 class Compressor(Protocol):
     """Sums vectors of one layout.
 
     All members make the same calls with vectors of the same layout, and get the same bits. A call changes
-    nothing but `out`: a round that is repeated repeats the call, and a round that succeeds keeps what the
-    call has returned.
+    nothing but `out` and `residual`: a round that is repeated repeats the call, and a round that succeeds
+    keeps what the call has written and returned.
+
+    Attributes:
+        keeps_residual: what a sum lacks of this member's vector is to be added to its next vector.
     """
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
+    keeps_residual: ClassVar[bool]
+
+    def sum(
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        state: Any,
+        *,
+        members: int,
+    ) -> Requests:
         """Sum a vector over the members.
 
         Args:
             vector: 1-D, this member's part; unchanged.
             out: receives the sum; of the same shape and dtype.
-            state: from the last call that counts; None in a new group.
+            residual: receives the part of the vector that is not in the sum, or zeros where that is not
+                finite; of the same shape and dtype. None if the compressor keeps none.
+            state: what the last call that counts has returned, the same on all members; None in a new group.
             members: their number.
         """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from offbeat.numerics.compressors.interface import Compressed, Requests, Sum
+from offbeat.numerics.compressors.interface import Requests, Sum
 
 _RATE_MIN = 2  # a matrix is compressed if that saves at least half of its elements
 
@@ -54,6 +54,8 @@ class PowerSGDCompressor:
         seed: of the first right factors.
     """
 
+    keeps_residual: ClassVar[bool] = True
+
     def __init__(self, shapes: Sequence[torch.Size], rank: int, seed: int) -> None:
         self._rank, self._seed = rank, seed
         self._matrices: list[tuple[int, int, int]] = []  # start in the vector, rows, columns
@@ -68,8 +70,17 @@ class PowerSGDCompressor:
                 self._rest.append((start, elements))
             start += elements
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
+    def sum(
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        state: Any,
+        *,
+        members: int,
+    ) -> Requests:
         """See `Compressor.sum`; the state are the right factors."""
+        assert residual is not None
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
         rest = [vector[start : start + elements] for start, elements in self._rest]
@@ -78,7 +89,8 @@ class PowerSGDCompressor:
         for (start, elements), piece in zip(self._rest, pieces[len(parts) :], strict=True):
             out[start : start + elements] = piece
         if not parts:
-            return Compressed(residual=None, state=[])
+            residual.zero_()
+            return []
         left = [
             torch.linalg.qr(piece.view_as(part)).Q
             for piece, part in zip(pieces[: len(parts)], parts, strict=True)
@@ -92,11 +104,12 @@ class PowerSGDCompressor:
         for p, q, product in zip(left, right, self._as_matrices(out), strict=True):
             torch.matmul(p, q.T, out=product)
         if not second.isfinite().all():  # the step is lost, and later ones shall not be
-            return Compressed(residual=None, state=None)
-        residual = torch.sub(vector, out, alpha=1 / members)
+            residual.zero_()
+            return None
+        torch.sub(vector, out, alpha=1 / members, out=residual)
         for start, elements in self._rest:
             residual[start : start + elements] = 0
-        return Compressed(residual, right)
+        return right
 
     def _as_matrices(self, vector: torch.Tensor) -> list[torch.Tensor]:
         return [

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from offbeat.numerics.compressors.interface import Compressed, Gather, Requests, Sum
+from offbeat.numerics.compressors.interface import Gather, Requests, Sum
 
 _SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
 _SAMPLE_STRIDE = 100
@@ -53,6 +53,8 @@ class TopKCompressor:
         ratio: share of the numbers that are sent.
     """
 
+    keeps_residual: ClassVar[bool] = True
+
     def __init__(self, shapes: Sequence[torch.Size], ratio: float) -> None:
         self._ratio = ratio
         self._sparse: list[tuple[int, int, int]] = []  # start in the vector, elements, how many are sent
@@ -66,13 +68,23 @@ class TopKCompressor:
                 self._whole.append((start, elements))
             start += elements
 
-    def sum(self, vector: torch.Tensor, out: torch.Tensor, state: Any, *, members: int) -> Requests:
+    def sum(
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None,
+        state: Any,
+        *,
+        members: int,
+    ) -> Requests:
         """See `Compressor.sum`; there is no state."""
+        assert residual is not None
         if self._ratio * members >= 1 or not self._sparse:
             out.copy_((yield Sum(vector)))
-            return Compressed(residual=None, state=None)
+            residual.zero_()
+            return
         out.zero_()
-        residual = vector.clone()
+        residual.copy_(vector)
         if self._whole:
             spans = [(start, start + elements) for start, elements in self._whole]
             received = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
@@ -87,7 +99,8 @@ class TopKCompressor:
             others_places = row[-len(places) :].long()
             out.index_add_(0, others_places, row[: -len(places)].clone().view(vector.dtype))
         residual[places] = 0
-        return Compressed(residual if residual.sum().isfinite() else None, state=None)
+        if not residual.sum().isfinite():
+            residual.zero_()
 
     def _choose(self, vector: torch.Tensor, start: int, elements: int, count: int) -> torch.Tensor:
         """Return `count` places of the largest magnitudes in a tensor, first of all those of NaN."""

@@ -185,7 +185,7 @@ class BucketSet:
         if add and gradient is not None and scale:
             view.add_(gradient, alpha=scale)
         else:
-            write_scaled(gradient, scale or 0.0, view)
+            write_scaled(gradient, scale or 0.0, view, self._residuals.get(entry))
         if not add:
             for late in self._binding.late_gradients.active:
                 if late.has[entry]:
@@ -273,6 +273,9 @@ class BucketSet:
         """
         assert self.group is not None
         deadline_s = time.monotonic() + timeout_s
+        # An exchange of one bucket is under way while the next one of another is computed.
+        while sum(bucket.carry_on(max(0.0, deadline_s - time.monotonic())) for bucket in self._buckets):
+            pass
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait(max(0.0, deadline_s - time.monotonic()))

@@ -95,9 +95,15 @@ def summed_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
 
 
-def write_scaled(gradient: torch.Tensor | None, scale: float, into: torch.Tensor) -> None:
-    """Write a gradient times this worker's factor; zeros where there is none."""
-    if gradient is None or not scale:
+def write_scaled(
+    gradient: torch.Tensor | None, scale: float, into: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Write a gradient times this worker's factor, or zeros where there is none, plus a residual."""
+    if residual is not None:
+        into.copy_(residual.view_as(into))
+        if gradient is not None and scale:
+            into.add_(gradient, alpha=scale)
+    elif gradient is None or not scale:
         into.zero_()
     elif gradient.dtype != into.dtype:
         into.copy_(gradient).mul_(scale)  # unlike mul, which would round the product to the gradient's dtype
@@ -229,6 +235,14 @@ class GradientBucket:
             external=external,
             after=self._when_copied(),
         )
+
+    def carry_on(self, timeout_s: float) -> bool:
+        """Wait for one of several exchanges; return whether another follows. Here, `pending` is the only one.
+
+        Raises:
+            WorkerError: see `PendingExchange.wait`.
+        """
+        return False
 
     def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
         """Let other members begin the next round; see `Exchange.prepare`."""

@@ -8,11 +8,11 @@ The first begins when the bucket is full, during the backward pass; the next one
 for the bucket, in the loop's thread, since computing them would compete with the backward pass anyway.
 Buffers and the trailer are summed as they are.
 
-A residual is what this worker has contributed and no sum contains yet. It is added to the next round's
-contribution. It changes only when a round's means are used: a round that is abandoned and repeated begins
-with the same residual, and a round without samples leaves it. A worker whose model was replaced drops its
-residual, which belongs to other gradients. The compressor's state is the same on all members, so each group
-begins without one.
+A residual is what this worker has contributed and no sum contains yet. `BucketSet` packs it with the next
+gradient. It changes only when a round's means are used: a round that is abandoned and repeated begins with
+the same residual, and a round without samples leaves it. Therefore a bucket has memory for two. A worker
+whose model was replaced drops its residual, which belongs to other gradients. The compressor's state is the
+same on all members, so each group begins without one.
 
 Residuals are scaled as contributions are, and kept by entry, as buckets are replaced when a group grows. This
 module decides nothing about rounds.
@@ -21,13 +21,13 @@ module decides nothing about rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.compressors.interface import Compressed, CompressionMethod, Gather, Requests
+from offbeat.numerics.compressors.interface import CompressionMethod, Gather, Requests
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
@@ -64,7 +64,12 @@ class CompressedBucket(GradientBucket):
         self._exchange: Exchange | None = None  # over the members that share `_state`
         self._state: Any = None
         self._residuals = residuals
+        self._next_residual, self._spare_residual = self._make_residual(), self._make_residual()
         self._sums: _CompressedSums | None = None  # of the round under way
+
+    def _make_residual(self) -> torch.Tensor | None:
+        own = self.contribution.flat[: self.gradient_elements]
+        return torch.zeros_like(own) if self._compressor.keeps_residual else None
 
     def all_reduce(
         self,
@@ -84,23 +89,15 @@ class CompressedBucket(GradientBucket):
         if split < len(own):
             self._sums.add(own[split:], total[split:])
         if split:
-            vector = self._with_residuals(own[:split])
-            requests = self._compressor.sum(vector, total[:split], self._state, members=exchange.size)
+            requests = self._compressor.sum(
+                own[:split], total[:split], self._next_residual, self._state, members=exchange.size
+            )
             self._sums.begin(requests)
         return self._sums
 
-    def _with_residuals(self, gradients: torch.Tensor) -> torch.Tensor:
-        spans = [span for span in self._spans() if span[0] in self._residuals]
-        if spans:
-            gradients = gradients.clone()
-        for entry, start, stop in spans:
-            gradients[start:stop] += self._residuals[entry]
-        return gradients
-
-    def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Return the entries that are gradients, each with its first element and the one after its last."""
-        ends = [*self.offsets[1 : self.gradient_count], self.gradient_elements]
-        return zip(self.entries, self.offsets, ends, strict=False)
+    def carry_on(self, timeout_s: float) -> bool:
+        """See `GradientBucket.carry_on`."""
+        return self._sums is not None and self._sums.carry_on(timeout_s)
 
     def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
         """See `GradientBucket.prepare`: nothing, as no sum arrives in this bucket's memory."""
@@ -108,13 +105,14 @@ class CompressedBucket(GradientBucket):
     def hand_over_means(self) -> None:
         """See `GradientBucket.hand_over_means`; the residual is what the means lack."""
         super().hand_over_means()
-        if self._sums is None or self._sums.compressed is None:
+        if self._sums is None or not self.gradient_elements:
             return
-        residual, self._state = self._sums.compressed
-        for entry, start, stop in self._spans():
-            self._residuals.pop(entry, None)
-            if residual is not None:
+        self._state = self._sums.state
+        if (residual := self._next_residual) is not None:
+            ends = [*self.offsets[1 : self.gradient_count], self.gradient_elements]
+            for entry, start, stop in zip(self.entries, self.offsets, ends, strict=False):
                 self._residuals[entry] = residual[start:stop]
+            self._next_residual, self._spare_residual = self._spare_residual, residual
 
     def end_round(self) -> None:
         """See `GradientBucket.end_round`."""
@@ -131,7 +129,7 @@ class _CompressedSums:
         index: of the first request.
 
     Attributes:
-        compressed: what the compressor has returned; None before that.
+        state: what the compressor has returned.
         ended_s: see `PendingExchange`.
     """
 
@@ -144,7 +142,7 @@ class _CompressedSums:
         self._requests: Requests | None = None
         self._answer = torch.empty(0, device="cpu")  # to the request under way
         self._pending: PendingExchange | None = None
-        self.compressed: Compressed | None = None
+        self.state: Any = None
         self.ended_s: float | None = None
 
     def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
@@ -157,14 +155,24 @@ class _CompressedSums:
         self._request_next(None)
 
     def wait(self, timeout_s: float) -> None:
-        """See `PendingExchange.wait`; computes, and begins the next requests."""
+        """See `PendingExchange.wait`: carries on to the end."""
         deadline_s = time.monotonic() + timeout_s
-        while self._pending is not None:
-            self._pending.wait(max(0.0, deadline_s - time.monotonic()))
-            self._request_next(self._answer)
+        while self.carry_on(max(0.0, deadline_s - time.monotonic())):
+            pass
         for other in self._others:
             other.wait(max(0.0, deadline_s - time.monotonic()))
         self.ended_s = time.perf_counter()
+
+    def carry_on(self, timeout_s: float) -> bool:
+        """Wait for the answer to the request under way; return whether another one has been begun then.
+
+        Raises:
+            WorkerError: see `PendingExchange.wait`.
+        """
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+            self._request_next(self._answer)
+        return self._pending is not None
 
     @torch.no_grad()
     def _request_next(self, answer: torch.Tensor | None) -> None:
@@ -172,7 +180,7 @@ class _CompressedSums:
         try:
             request = next(self._requests) if answer is None else self._requests.send(answer)
         except StopIteration as end:
-            self.compressed, self._pending = end.value, None
+            self.state, self._pending = end.value, None
             return
         if isinstance(request, Gather):
             self._answer = request.values.new_empty(self._exchange.size, len(request.values))
