@@ -52,6 +52,17 @@ def test_the_sum_and_all_residuals_are_the_sum_of_the_vectors(name):
     torch.testing.assert_close(sum([outs[0], *residuals]), exact(vectors()), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", ["powersgd:1", "topk:0.01"])
+def test_what_is_sent_whole_leaves_no_residual(name):
+    _, ended, _ = sum_compressed(parse_compression(name).compressor(SHAPES, seed=1), vectors())
+    start = 0
+    for shape in SHAPES:
+        if len(shape) < 2:
+            assert not any(one.residual[start : start + shape.numel()].any() for one in ended)
+        start += shape.numel()
+    assert all(one.residual.any() for one in ended)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_zero_vectors_give_zero_and_a_finite_state(name):
     compressor = parse_compression(name).compressor(SHAPES, seed=1)
@@ -167,7 +178,7 @@ def test_of_each_tensor_the_largest_numbers_of_each_member_are_sent():
         assert torch.equal(one.residual[one.residual != 0], vector[one.residual != 0])
 
 
-@pytest.mark.parametrize("spread", ["normal", "few large ones", "equal", "ascending"])
+@pytest.mark.parametrize("spread", ["normal", "few large ones", "large where sampled", "equal", "ascending"])
 def test_in_a_large_tensor_as_many_are_sent_and_nearly_the_largest(spread):
     """Where a sample estimates the threshold."""
     elements, count = 200_000, 200
@@ -175,6 +186,8 @@ def test_in_a_large_tensor_as_many_are_sent_and_nearly_the_largest(spread):
     vector = torch.randn(elements, generator=generator)
     if spread == "few large ones":
         vector[torch.randperm(elements, generator=generator)[:10]] *= 1e6
+    elif spread == "large where sampled":  # so the threshold is too high
+        vector[::10_000] *= 1e6
     elif spread == "equal":
         vector = torch.ones(elements)
     elif spread == "ascending":

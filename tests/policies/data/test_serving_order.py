@@ -96,6 +96,11 @@ def test_where_workers_use_unequal_counts_each_is_served_whenever_it_has_room():
     assert order.next_serving(epoch(100), 0, nothing_held) == ([1], [4])
 
 
+def test_where_workers_use_unequal_counts_one_that_enters_is_served_as_the_others_are():
+    order = order_of({0: 0, 1: 7}, equal_counts=False)
+    assert order.next_serving(epoch(100), 0, nothing_held) == ([0, 1], [4, 4])
+
+
 def test_where_workers_use_unequal_counts_the_last_blocks_are_for_those_without_a_queued_one():
     order = order_of({0: 0, 1: 0, 2: 0}, equal_counts=False)
     assert order.next_serving(epoch(25), 0, nothing_held)[0] == [0, 1, 2]

@@ -84,14 +84,23 @@ def die_at_the_second_sum():
     return counted
 
 
-def expected_means(method, workers_of_step):
-    """What a compressor gives, called in one process; each worker's residual stays from step to step."""
-    compressor = parse_compression(method).compressor(SHAPES, seed=0)
+def expected_means(method, workers_of_step, only=None):
+    """What a compressor gives, called in one process; each worker's residual stays from step to step.
+
+    Of all gradients as one vector, or of only one of them, which is in a bucket of that number.
+    """
+    shapes = SHAPES if only is None else [SHAPES[only]]
+    compressor = parse_compression(method).compressor(shapes, seed=only or 0)
+
+    def vector_of(worker, step):
+        gradients = gradients_of(worker, step)
+        return flat(gradients) if only is None else gradients[::-1][only].flatten()
+
     residuals, states = [torch.zeros((), dtype=torch.float64)] * WORKERS, None
     for step, workers in enumerate(workers_of_step):
         if step and workers != workers_of_step[step - 1]:
             states = None
-        own = [flat(gradients_of(worker, step)) / WORKERS + residuals[worker] for worker in workers]
+        own = [vector_of(worker, step) / WORKERS + residuals[worker] for worker in workers]
         outs, ended, _ = sum_compressed(compressor, own, states)
         for worker, one in zip(workers, ended, strict=True):
             residuals[worker] = torch.zeros(()) if one.residual is None else one.residual
@@ -112,6 +121,15 @@ def test_all_workers_get_the_mean_that_the_compressor_gives(strategy, method, to
     found = values(run(loop, WORKERS, replace(strategy, compress=method)))
     assert found[0] == found[1] == found[2]
     check(found[0], expected_means(method, [range(WORKERS)] * STEPS), tolerance)
+
+
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+def test_buckets_that_are_exchanged_at_the_same_time_get_their_own_sums(method):
+    """Each gradient has a bucket of its own."""
+    found = values(run(loop, WORKERS, AllReduce(compress=method, bucket_bytes=1)))
+    assert found[0] == found[1] == found[2]
+    pieces = [expected_means(method, [range(WORKERS)] * STEPS, only=entry) for entry in range(len(SHAPES))]
+    check(found[0], (torch.cat(one) for one in zip(*pieces, strict=True)))
 
 
 @pytest.mark.parametrize("where", ["before", "between two sums"])
