@@ -536,6 +536,35 @@ class LocalStepsOptions:
     seed: Seed = 0
 
 
+@_benchmark("compression", minutes=20, needs="root")
+@dataclass(frozen=True, kw_only=True)
+class CompressionOptions:
+    """Bytes and time of a step with compressed gradients, beside the hooks of PyTorch's DDP; timed."""
+
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A strategy, ddp, ddp:fp16 or ddp:powersgd:RANK; by default bsp with and without "
+            "compress=bf16, fp16 and powersgd:2, and the three of DDP; repeatable."
+        ),
+    ] = None
+    model: Model = "resnet18"
+    workers: Workers = 4
+    rate_mbit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of each host's line in Mbit/s, or 'free'; by default 100, 1000, 10000 and free; "
+            "repeatable."
+        ),
+    ] = None
+    batch_size: Annotated[
+        int, typer.Option(min=2, help="Samples that a worker's gradients are of, and layer times.")
+    ] = 32
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each method on each line.")] = 10
+    step_ms: StepMs = 100.0
+    seed: Seed = 0
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -1,0 +1,320 @@
+"""Bytes and time of a step with compressed gradients, beside the hooks of PyTorch's DDP: `compression`.
+
+Each worker is on a host of its own (`benchmarks.namespaces`), also on free lines, so that the bytes of all
+are counted at the host's interface. Workers wait instead of computing (`benchmarks.timed`). The gradients of
+the backward pass are real: each worker has computed those of a batch of its own, which all of its steps
+return. Compressing, packing, the exchange and the optimizer's step are executed. All methods run one after
+the other in the same processes, each with a new model; their first steps warm up.
+
+DDP's gradients are views of its buckets (`gradient_as_bucket_view`): this saves a copy of all gradients, and
+leaves those of the backward pass as they are. Its buckets have the default size, but with `powerSGD_hook` one
+bucket has all gradients: the hook begins all-reduces in the callbacks of others, and gloo takes them in the
+order in which they begin, which with several buckets is not the same on all workers. (With two, torch 2.13
+hangs or ends with "collective mismatch".)
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from benchmarks import runs
+from benchmarks.commands import CompressionOptions
+from benchmarks.gloo import GlooSide
+from benchmarks.namespaces import FREE, Host, bytes_sent, hosts, parse_rate
+from benchmarks.timed import ModelTimes, TimedModel
+from benchmarks.workers import print_progress, read_settings, run_workers, send_result
+from offbeat.cli.result import Result, figure_part, machine
+from offbeat.runtime.control.environment import read_environment
+from offbeat.runtime.launch import find_free_port
+from offbeat.runtime.session import join
+from offbeat.strategies import parse_strategy
+
+DENSE: Final = "bsp"
+DDP: Final = "ddp"
+DDP_FP16: Final = "ddp:fp16"
+METHODS: Final = (
+    *(DENSE, DDP),
+    *("bsp:compress=bf16", "bsp:compress=fp16", DDP_FP16),
+    *("bsp:compress=powersgd:2", "ddp:powersgd:2"),
+)
+"""Strategies of offbeat, and DDP without a hook, with `fp16_compress_hook` and with `powerSGD_hook`."""
+
+RATES: Final = ("100", "1000", "10000", FREE)
+_DDP_POWERSGD = re.compile(r"ddp:powersgd:([1-9]\d*)")
+_COMPRESSED = re.compile(r"[:,]compress=([^,]+)")
+_FIRST_POWERSGD_STEP = 2  # the least that torch's hook takes with error feedback and warm start
+_WARM_UP_STEPS = 4
+_DEADLINE_S = 600.0
+_EARLY_S = 800e-6  # how early messages may be after a pause; steps take at least a hundred times as long
+
+
+class CompressionRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of the workers on lines of one rate.
+
+    Attributes:
+        times: for which the model waits.
+        batch_size: of the batch whose gradients all steps have.
+        steps: of a worker, after the warm-up.
+        address: of the first worker's host.
+        interface: of each host.
+        port: of the process group.
+    """
+
+    methods: tuple[str, ...]
+    model: str
+    times: ModelTimes
+    batch_size: int
+    steps: int
+    seed: int
+    address: str
+    interface: str
+    port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a worker measured under one method.
+
+    Attributes:
+        step_s: times between the ends of steps.
+        bytes_per_step: sent by this worker's host, headers included.
+        cpu_s: processor time of a step.
+    """
+
+    step_s: list[float]
+    bytes_per_step: float
+    cpu_s: float
+
+
+def check_method(method: str) -> None:
+    """Check that a text is a strategy, or DDP with one of its hooks.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if method.partition(":")[0] != DDP:
+        parse_strategy(method)
+    elif method not in (DDP, DDP_FP16) and not _DDP_POWERSGD.fullmatch(method):
+        raise ValueError(f"expected {DDP}, {DDP_FP16} or ddp:powersgd:RANK, got {method!r}")
+
+
+def hook_like(strategy: str) -> str | None:
+    """Return the method of DDP that compresses as a strategy does, None if there is none."""
+    found = _COMPRESSED.search(strategy)
+    if found is None:
+        return DDP
+    if found[1] in ("bf16", "fp16"):
+        return DDP_FP16
+    return f"{DDP}:{found[1]}" if found[1].startswith("powersgd:") else None
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return bytes relative to dense gradients', step times, and strategies' ratios to DDP's hooks.
+
+    Bytes are means over the lines. What a method would be compared with, and did not run, has no figure.
+    """
+    found: dict[str, float] = {}
+    sent: dict[str, list[float]] = {}
+    for row in rows:
+        sent.setdefault(row["method"], []).append(row["bytes_per_step"])
+    for method, bytes_per_step in sent.items():
+        if method != DENSE and DENSE in sent:
+            name = f"bytes_ratio_dense_to_{figure_part(method)}_{rows[0]['workers']}w"
+            found[name] = fmean(sent[DENSE]) / fmean(bytes_per_step)
+    step_s = {(row["method"], row["line"]): row["step_s"] for row in rows}
+    for (method, line), time_s in step_s.items():
+        name = f"{figure_part(method)}_{line}"
+        found[f"step_s_{name}"] = time_s
+        hook = (hook_like(method), line)
+        if method.partition(":")[0] != DDP and hook in step_s:
+            found[f"step_ratio_to_torch_hook_{name}"] = time_s / step_s[hook]
+    return found
+
+
+def run(options: CompressionOptions, *, command: str) -> Result:
+    """Measure all methods on lines of each rate; needs root.
+
+    Raises:
+        OffbeatError: no root, or a worker failed.
+        ValueError: an unknown method or model, or a rate that is none.
+    """
+    methods = tuple(dict.fromkeys(options.method or METHODS))
+    for method in methods:
+        check_method(method)
+    rates = [parse_rate(text) for text in dict.fromkeys(options.rate_mbit or RATES)]
+    alone = runs.measure_layers(options.model, options.batch_size, options.seed)
+    times = alone.scaled(options.step_ms / 1000 / alone.step_s)
+    rows: list[dict[str, Any]] = []
+    for rate in rates:
+        line = FREE if rate is None else f"{rate}mbit"
+        rate_bit_per_s = None if rate is None else rate * 1_000_000
+        with hosts(options.workers, rate_bit_per_s=rate_bit_per_s, early_s=_EARLY_S) as created:
+            print_progress(f"lines: {line}")
+            for method, measured in zip(methods, _measure_all(options, methods, times, created), strict=True):
+                rows.append(_row(options.workers, line, method, measured))
+            congestion_control = created[0].congestion_control
+    return Result(
+        name="compression",
+        command=command,
+        kind="timed",
+        seed=options.seed,
+        figures=figures(rows),
+        rows=rows,
+        machine=machine(
+            model=options.model,
+            workers=options.workers,
+            batch_size=options.batch_size,
+            step_ms=options.step_ms,
+            optimizer_s=runs.optimizer_s(options.model, options.seed),
+            congestion_control=congestion_control,
+        ),
+    )
+
+
+def _measure_all(
+    options: CompressionOptions, methods: tuple[str, ...], times: ModelTimes, created: Sequence[Host]
+) -> list[list[Measured]]:
+    """Return what each worker measured, by method."""
+    settings = CompressionRun(
+        methods=methods,
+        model=options.model,
+        times=times,
+        batch_size=options.batch_size,
+        steps=options.steps,
+        seed=options.seed,
+        address=created[0].address,
+        interface=created[0].interface,
+        port=find_free_port(),
+    )
+    found = run_workers(
+        "benchmarks.compression",
+        msgspec.to_builtins(settings),
+        len(created),
+        prefix=[host.prefix for host in created],
+        master_addr=created[0].address,
+        timeout_s=_DEADLINE_S * len(methods),
+    )
+    return msgspec.convert(found, list[list[Measured]])
+
+
+def _row(workers: int, line: str, method: str, measured: Sequence[Measured]) -> dict[str, Any]:
+    first = measured[0]  # all wait for each other in every step
+    return {
+        "line": line,
+        "method": method,
+        "workers": workers,
+        "bytes_per_step": fmean(one.bytes_per_step for one in measured),
+        "step_s": median(first.step_s),
+        "step_min_s": min(first.step_s),
+        "step_max_s": max(first.step_s),
+        "cpu_s": fmean(one.cpu_s for one in measured),
+    }
+
+
+def main() -> None:
+    """Run all methods one after the other, as one worker; rank 0 sends what all have measured."""
+    settings = msgspec.convert(read_settings(sys.argv), CompressionRun)
+    torch.set_num_threads(1)
+    environment = read_environment()
+    gradients = real_gradients(settings.model, settings.batch_size, settings.seed, environment.rank)
+    results = []
+    with GlooSide(
+        environment.rank,
+        environment.world,
+        settings.address,
+        settings.port,
+        interface=settings.interface,
+        limit_s=_DEADLINE_S,
+    ):
+        for method in settings.methods:
+            measured: list[Any] = [None] * environment.world
+            dist.all_gather_object(measured, _measure_method(settings, method, gradients))
+            results.append(measured)
+            gc.collect()  # a closed session's memory is large, and in reference cycles
+            if environment.rank == 0:
+                print(f"{method}: {median(measured[0].step_s):.3f} s a step", flush=True)
+        if environment.rank == 0:
+            send_result(msgspec.to_builtins(results))
+
+
+def real_gradients(model: str, batch_size: int, seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """Compute a worker's gradients of one batch of its own, by the names of parameters."""
+    built = runs.network(model, None, seed)
+    x, y = runs.batch(batch_size, 1000 * seed + rank, timed=False)
+    F.cross_entropy(built(x), y).backward()
+    return {name: one.grad for name, one in built.named_parameters() if one.grad is not None}
+
+
+def _measure_method(settings: CompressionRun, method: str, gradients: Mapping[str, torch.Tensor]) -> Measured:
+    model = runs.network(settings.model, settings.times, settings.seed)
+    assert isinstance(model, TimedModel)
+    model.set_gradients(gradients)
+    optimizer = runs.optimizer_of(model)
+    steps = _WARM_UP_STEPS + settings.steps
+    if method.partition(":")[0] == DDP:
+        return _steps(_with_hook(model, method), optimizer, range(steps), settings)
+    with join(model, optimizer, parse_strategy(method)) as session:
+        numbers = TensorDataset(torch.arange(steps * dist.get_world_size()))
+        turns = (batch for _ in session.epochs(1) for batch in session.batches(numbers, 1))
+        return _steps(model, optimizer, turns, settings)
+
+
+def _with_hook(model: nn.Module, method: str) -> DistributedDataParallel:
+    """Return DDP as `METHODS` names it."""
+    powersgd = _DDP_POWERSGD.fullmatch(method)
+    all_mb = math.ceil(sum(one.nbytes for one in model.parameters()) / 2**20)
+    bucket_mb = None if powersgd is None else all_mb
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    if powersgd is not None:
+        state = PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=int(powersgd[1]),
+            start_powerSGD_iter=_FIRST_POWERSGD_STEP,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook)
+    elif method == DDP_FP16:
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def _steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, turns: Iterable[object], settings: CompressionRun
+) -> Measured:
+    """Make a step for each turn; the first ones warm up."""
+    x, y = runs.batch(1, settings.seed, timed=True)
+    ends_s, sent, cpu_s = [], [], []
+    for _ in turns:
+        runs.step(model, optimizer, x, y)
+        ends_s.append(time.perf_counter())
+        sent.append(bytes_sent(settings.interface))
+        cpu_s.append(time.process_time())
+    first = _WARM_UP_STEPS - 1
+    steps = len(ends_s) - _WARM_UP_STEPS
+    return Measured(
+        step_s=[after - before for before, after in pairwise(ends_s[first:])],
+        bytes_per_step=(sent[-1] - sent[first]) / steps,
+        cpu_s=(cpu_s[-1] - cpu_s[first]) / steps,
+    )
+
+
+if __name__ == "__main__":
+    main()
