@@ -536,10 +536,10 @@ class LocalStepsOptions:
     seed: Seed = 0
 
 
-@_benchmark("compression", minutes=20, needs="root")
+@_benchmark("compression", minutes=20, needs="root; CIFAR-10 for accuracy")
 @dataclass(frozen=True, kw_only=True)
 class CompressionOptions:
-    """Bytes and time of a step with compressed gradients, beside the hooks of PyTorch's DDP; timed."""
+    """Bytes and time of a step with compressed gradients, or accuracy, beside the hooks of PyTorch's DDP."""
 
     method: Annotated[
         list[str] | None,
@@ -557,12 +557,19 @@ class CompressionOptions:
             "repeatable."
         ),
     ] = None
-    batch_size: Annotated[
-        int, typer.Option(min=2, help="Samples that a worker's gradients are of, and layer times.")
-    ] = 32
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples per worker and step.")] = 32
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each method on each line.")] = 10
     step_ms: StepMs = 100.0
     seed: Seed = 0
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="Train instead, and compare test accuracies; without lines.")
+    ] = False
+    data: Data = "cifar10"
+    data_dir: DataDir = None
+    samples: Annotated[int, typer.Option(min=1, help="Accuracy: training samples, from the set.")] = 10_000
+    epochs: Annotated[int, typer.Option(min=1, help="Accuracy: epochs of each training.")] = 10
+    lr: Annotated[float, typer.Option(min=0.0, help="Accuracy: learning rate of the first epoch.")] = 0.02
+    seeds: Annotated[int, typer.Option(min=1, help="Accuracy: number of seeds, from --seed on.")] = 3
 
 
 @_benchmark("ps", minutes=3, needs="root")

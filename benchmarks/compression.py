@@ -3,21 +3,14 @@
 Each worker is on a host of its own (`benchmarks.namespaces`), also on free lines, so that the bytes of all
 are counted at the host's interface. Workers wait instead of computing (`benchmarks.timed`). The gradients of
 the backward pass are real: each worker has computed those of a batch of its own, which all of its steps
-return. Compressing, packing, the exchange and the optimizer's step are executed. All methods run one after
-the other in the same processes, each with a new model; their first steps warm up.
-
-DDP's gradients are views of its buckets (`gradient_as_bucket_view`): this saves a copy of all gradients, and
-leaves those of the backward pass as they are. Its buckets have the default size, but with `powerSGD_hook` one
-bucket has all gradients: the hook begins all-reduces in the callbacks of others, and gloo takes them in the
-order in which they begin, which with several buckets is not the same on all workers. (With two, torch 2.13
-hangs or ends with "collective mismatch".)
+return (`offbeat` and DDP, as `benchmarks.ddp_hooks` wraps it, leave them as they are). Compressing, packing,
+the exchange and the optimizer's step are executed. All methods run one after the other in the same processes,
+each with a new model; their first steps warm up.
 """
 
 from __future__ import annotations
 
 import gc
-import math
-import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,14 +23,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from benchmarks import runs
+from benchmarks import compression_accuracy, runs
 from benchmarks.commands import CompressionOptions
+from benchmarks.ddp_hooks import DENSE, METHODS, check_method, hook_like, is_ddp, wrap
 from benchmarks.gloo import GlooSide
 from benchmarks.namespaces import FREE, Host, bytes_sent, hosts, parse_rate
 from benchmarks.timed import ModelTimes, TimedModel
@@ -48,20 +39,7 @@ from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.session import join
 from offbeat.strategies import parse_strategy
 
-DENSE: Final = "bsp"
-DDP: Final = "ddp"
-DDP_FP16: Final = "ddp:fp16"
-METHODS: Final = (
-    *(DENSE, DDP),
-    *("bsp:compress=bf16", "bsp:compress=fp16", DDP_FP16),
-    *("bsp:compress=powersgd:2", "ddp:powersgd:2"),
-)
-"""Strategies of offbeat, and DDP without a hook, with `fp16_compress_hook` and with `powerSGD_hook`."""
-
 RATES: Final = ("100", "1000", "10000", FREE)
-_DDP_POWERSGD = re.compile(r"ddp:powersgd:([1-9]\d*)")
-_COMPRESSED = re.compile(r"[:,]compress=([^,]+)")
-_FIRST_POWERSGD_STEP = 2  # the least that torch's hook takes with error feedback and warm start
 _WARM_UP_STEPS = 4
 _DEADLINE_S = 600.0
 _EARLY_S = 800e-6  # how early messages may be after a pause; steps take at least a hundred times as long
@@ -105,28 +83,6 @@ class Measured:
     cpu_s: float
 
 
-def check_method(method: str) -> None:
-    """Check that a text is a strategy, or DDP with one of its hooks.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if method.partition(":")[0] != DDP:
-        parse_strategy(method)
-    elif method not in (DDP, DDP_FP16) and not _DDP_POWERSGD.fullmatch(method):
-        raise ValueError(f"expected {DDP}, {DDP_FP16} or ddp:powersgd:RANK, got {method!r}")
-
-
-def hook_like(strategy: str) -> str | None:
-    """Return the method of DDP that compresses as a strategy does, None if there is none."""
-    found = _COMPRESSED.search(strategy)
-    if found is None:
-        return DDP
-    if found[1] in ("bf16", "fp16"):
-        return DDP_FP16
-    return f"{DDP}:{found[1]}" if found[1].startswith("powersgd:") else None
-
-
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return bytes relative to dense gradients', step times, and strategies' ratios to DDP's hooks.
 
@@ -145,21 +101,23 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         name = f"{figure_part(method)}_{line}"
         found[f"step_s_{name}"] = time_s
         hook = (hook_like(method), line)
-        if method.partition(":")[0] != DDP and hook in step_s:
+        if not is_ddp(method) and hook in step_s:
             found[f"step_ratio_to_torch_hook_{name}"] = time_s / step_s[hook]
     return found
 
 
 def run(options: CompressionOptions, *, command: str) -> Result:
-    """Measure all methods on lines of each rate; needs root.
+    """Measure all methods on lines of each rate, which needs root; with `accuracy` train with them instead.
 
     Raises:
-        OffbeatError: no root, or a worker failed.
-        ValueError: an unknown method or model, or a rate that is none.
+        OffbeatError: no root, the data are missing, or a worker failed.
+        ValueError: an option out of range, such as an unknown method or model.
     """
     methods = tuple(dict.fromkeys(options.method or METHODS))
     for method in methods:
         check_method(method)
+    if options.accuracy:
+        return compression_accuracy.run(options, methods, command=command)
     rates = [parse_rate(text) for text in dict.fromkeys(options.rate_mbit or RATES)]
     alone = runs.measure_layers(options.model, options.batch_size, options.seed)
     times = alone.scaled(options.step_ms / 1000 / alone.step_s)
@@ -270,30 +228,12 @@ def _measure_method(settings: CompressionRun, method: str, gradients: Mapping[st
     model.set_gradients(gradients)
     optimizer = runs.optimizer_of(model)
     steps = _WARM_UP_STEPS + settings.steps
-    if method.partition(":")[0] == DDP:
-        return _steps(_with_hook(model, method), optimizer, range(steps), settings)
+    if is_ddp(method):
+        return _steps(wrap(model, method), optimizer, range(steps), settings)
     with join(model, optimizer, parse_strategy(method)) as session:
         numbers = TensorDataset(torch.arange(steps * dist.get_world_size()))
         turns = (batch for _ in session.epochs(1) for batch in session.batches(numbers, 1))
         return _steps(model, optimizer, turns, settings)
-
-
-def _with_hook(model: nn.Module, method: str) -> DistributedDataParallel:
-    """Return DDP as `METHODS` names it."""
-    powersgd = _DDP_POWERSGD.fullmatch(method)
-    all_mb = math.ceil(sum(one.nbytes for one in model.parameters()) / 2**20)
-    bucket_mb = None if powersgd is None else all_mb
-    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-    if powersgd is not None:
-        state = PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=int(powersgd[1]),
-            start_powerSGD_iter=_FIRST_POWERSGD_STEP,
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook)
-    elif method == DDP_FP16:
-        wrapped.register_comm_hook(None, fp16_compress_hook)
-    return wrapped
 
 
 def _steps(
