@@ -536,7 +536,7 @@ class LocalStepsOptions:
     seed: Seed = 0
 
 
-@_benchmark("compression", minutes=20, needs="root; CIFAR-10 for accuracy")
+@_benchmark("compression", minutes=25, needs="root; CIFAR-10 for accuracy")
 @dataclass(frozen=True, kw_only=True)
 class CompressionOptions:
     """Bytes and time of a step with compressed gradients, or accuracy, beside the hooks of PyTorch's DDP."""
@@ -558,7 +558,8 @@ class CompressionOptions:
         ),
     ] = None
     batch_size: Annotated[int, typer.Option(min=2, help="Samples per worker and step.")] = 32
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each method on each line.")] = 10
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of each method on each line.")] = 3
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a block.")] = 6
     step_ms: StepMs = 100.0
     seed: Seed = 0
     accuracy: Annotated[

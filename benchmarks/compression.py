@@ -4,8 +4,8 @@ Each worker is on a host of its own (`benchmarks.namespaces`), also on free line
 are counted at the host's interface. Workers wait instead of computing (`benchmarks.timed`). The gradients of
 the backward pass are real: each worker has computed those of a batch of its own, which all of its steps
 return (`offbeat` and DDP, as `benchmarks.ddp_hooks` wraps it, leave them as they are). Compressing, packing,
-the exchange and the optimizer's step are executed. All methods run one after the other in the same processes,
-each with a new model; their first steps warm up.
+the exchange and the optimizer's step are executed. Blocks of steps of all methods alternate in the same
+processes, so that variations of the machine's speed affect all; each begins with a new model and warms up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class CompressionRun(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         times: for which the model waits.
         batch_size: of the batch whose gradients all steps have.
-        steps: of a worker, after the warm-up.
+        blocks: of each method.
+        steps: of a worker in a block, after the warm-up.
         address: of the first worker's host.
         interface: of each host.
         port: of the process group.
@@ -61,6 +62,7 @@ class CompressionRun(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     times: ModelTimes
     batch_size: int
+    blocks: int
     steps: int
     seed: int
     address: str
@@ -70,7 +72,7 @@ class CompressionRun(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a worker measured under one method.
+    """What a worker measured in one block.
 
     Attributes:
         step_s: times between the ends of steps.
@@ -127,8 +129,8 @@ def run(options: CompressionOptions, *, command: str) -> Result:
         rate_bit_per_s = None if rate is None else rate * 1_000_000
         with hosts(options.workers, rate_bit_per_s=rate_bit_per_s, early_s=_EARLY_S) as created:
             print_progress(f"lines: {line}")
-            for method, measured in zip(methods, _measure_all(options, methods, times, created), strict=True):
-                rows.append(_row(options.workers, line, method, measured))
+            found = _measure_all(options, methods, times, created)
+            rows += [_row(options.workers, line, method, found[method]) for method in methods]
             congestion_control = created[0].congestion_control
     return Result(
         name="compression",
@@ -150,13 +152,14 @@ def run(options: CompressionOptions, *, command: str) -> Result:
 
 def _measure_all(
     options: CompressionOptions, methods: tuple[str, ...], times: ModelTimes, created: Sequence[Host]
-) -> list[list[Measured]]:
-    """Return what each worker measured, by method."""
+) -> dict[str, list[Measured]]:
+    """Return by method what each worker measured in each block."""
     settings = CompressionRun(
         methods=methods,
         model=options.model,
         times=times,
         batch_size=options.batch_size,
+        blocks=options.blocks,
         steps=options.steps,
         seed=options.seed,
         address=created[0].address,
@@ -169,32 +172,32 @@ def _measure_all(
         len(created),
         prefix=[host.prefix for host in created],
         master_addr=created[0].address,
-        timeout_s=_DEADLINE_S * len(methods),
+        timeout_s=_DEADLINE_S * len(methods) * options.blocks,
     )
-    return msgspec.convert(found, list[list[Measured]])
+    return msgspec.convert(found, dict[str, list[Measured]])
 
 
 def _row(workers: int, line: str, method: str, measured: Sequence[Measured]) -> dict[str, Any]:
-    first = measured[0]  # all wait for each other in every step
+    step_s = [time_s for one in measured for time_s in one.step_s]
     return {
         "line": line,
         "method": method,
         "workers": workers,
         "bytes_per_step": fmean(one.bytes_per_step for one in measured),
-        "step_s": median(first.step_s),
-        "step_min_s": min(first.step_s),
-        "step_max_s": max(first.step_s),
+        "step_s": median(step_s),
+        "step_min_s": min(step_s),
+        "step_max_s": max(step_s),
         "cpu_s": fmean(one.cpu_s for one in measured),
     }
 
 
 def main() -> None:
-    """Run all methods one after the other, as one worker; rank 0 sends what all have measured."""
+    """Run blocks of all methods in alternation, as one worker; rank 0 sends what all have measured."""
     settings = msgspec.convert(read_settings(sys.argv), CompressionRun)
     torch.set_num_threads(1)
     environment = read_environment()
     gradients = real_gradients(settings.model, settings.batch_size, settings.seed, environment.rank)
-    results = []
+    results: dict[str, list[Measured]] = {method: [] for method in settings.methods}
     with GlooSide(
         environment.rank,
         environment.world,
@@ -203,13 +206,14 @@ def main() -> None:
         interface=settings.interface,
         limit_s=_DEADLINE_S,
     ):
-        for method in settings.methods:
-            measured: list[Any] = [None] * environment.world
-            dist.all_gather_object(measured, _measure_method(settings, method, gradients))
-            results.append(measured)
-            gc.collect()  # a closed session's memory is large, and in reference cycles
-            if environment.rank == 0:
-                print(f"{method}: {median(measured[0].step_s):.3f} s a step", flush=True)
+        for block in range(settings.blocks):
+            for method in settings.methods[:: -1 if block % 2 else 1]:
+                measured: list[Any] = [None] * environment.world
+                dist.all_gather_object(measured, _measure_block(settings, method, gradients))
+                results[method] += measured
+                gc.collect()  # a closed session's memory is large, and in reference cycles
+                if environment.rank == 0:
+                    print(f"{method}: {median(measured[0].step_s):.3f} s a step", flush=True)
         if environment.rank == 0:
             send_result(msgspec.to_builtins(results))
 
@@ -222,7 +226,7 @@ def real_gradients(model: str, batch_size: int, seed: int, rank: int) -> dict[st
     return {name: one.grad for name, one in built.named_parameters() if one.grad is not None}
 
 
-def _measure_method(settings: CompressionRun, method: str, gradients: Mapping[str, torch.Tensor]) -> Measured:
+def _measure_block(settings: CompressionRun, method: str, gradients: Mapping[str, torch.Tensor]) -> Measured:
     model = runs.network(settings.model, settings.times, settings.seed)
     assert isinstance(model, TimedModel)
     model.set_gradients(gradients)

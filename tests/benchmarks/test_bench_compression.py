@@ -124,7 +124,9 @@ def test_bad_input_ends_with_one_line_before_anything_is_measured(options, words
 @pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_compression_counts_the_bytes_of_each_method_and_times_its_steps():
-    options = CompressionOptions(model="mlp", workers=2, rate_mbit=["free"], batch_size=2, steps=3, step_ms=5)
+    options = CompressionOptions(
+        model="mlp", workers=2, rate_mbit=["free"], batch_size=2, blocks=2, steps=2, step_ms=5
+    )
     result = compression.run(options, command="test")
     names = {method: figure_part(method) for method in METHODS}
     assert result.figures.keys() == {
