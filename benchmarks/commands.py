@@ -536,6 +536,43 @@ class LocalStepsOptions:
     seed: Seed = 0
 
 
+@_benchmark("compression", minutes=25, needs="root; CIFAR-10 for accuracy")
+@dataclass(frozen=True, kw_only=True)
+class CompressionOptions:
+    """Bytes and time of a step with compressed gradients, or accuracy, beside the hooks of PyTorch's DDP."""
+
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A strategy, ddp, ddp:fp16 or ddp:powersgd:RANK; by default bsp with and without "
+            "compress=bf16, fp16 and powersgd:2, and the three of DDP; repeatable."
+        ),
+    ] = None
+    model: Model = "resnet18"
+    workers: Workers = 4
+    rate_mbit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rate of each host's line in Mbit/s, or 'free'; by default 100, 1000, 10000 and free; "
+            "repeatable."
+        ),
+    ] = None
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples per worker and step.")] = 32
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of each method on each line.")] = 3
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a block.")] = 6
+    step_ms: StepMs = 100.0
+    seed: Seed = 0
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="Train instead, and compare test accuracies; without lines.")
+    ] = False
+    data: Data = "cifar10"
+    data_dir: DataDir = None
+    samples: Annotated[int, typer.Option(min=1, help="Accuracy: training samples, from the set.")] = 10_000
+    epochs: Annotated[int, typer.Option(min=1, help="Accuracy: epochs of each training.")] = 10
+    lr: Annotated[float, typer.Option(min=0.0, help="Accuracy: learning rate of the first epoch.")] = 0.02
+    seeds: Annotated[int, typer.Option(min=1, help="Accuracy: number of seeds, from --seed on.")] = 3
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -49,6 +49,7 @@ from types import FrameType
 from offbeat.errors import OffbeatError
 
 INTERFACE = "eth0"
+FREE = "free"
 _SWITCH, _OTHER_SWITCH = "br0", "br1"
 _UNUSED_MAC = "02:00:00:00:00:01"  # a hardware address that no host has
 _HOSTS_MAX = 250
@@ -100,6 +101,32 @@ class Host:
     def port(self) -> str:
         """Interface of this host at the switch."""
         return f"port{self.name.rpartition('-')[2]}"
+
+
+def parse_rate(text: str) -> int | None:
+    """Return the rate of a line in Mbit/s, None for `FREE`: no limit.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    if text == FREE:
+        return None
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise ValueError(f"expected a line's rate in Mbit/s or {FREE}, got {text!r}")
+    return int(text)
+
+
+def bytes_sent(interface: str) -> int:
+    """Return the bytes that this process's host has sent over an interface, headers included.
+
+    Raises:
+        ValueError: there is no such interface.
+    """
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface:
+            return int(counts.split()[8])
+    raise ValueError(f"expected the network interface {interface}, found none: see `ip link`")
 
 
 def missing() -> str | None:

@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.accuracy import Point, accuracy_after, time_to
 from benchmarks.commands import RaceOptions
-from benchmarks.namespaces import Host, hosts
+from benchmarks.namespaces import FREE, Host, hosts, parse_rate
 from benchmarks.peer_environments import interpreter_with
 from benchmarks.peers import PEERS
 from benchmarks.race_worker import RaceSettings, Recording, load_flat_model, read_recording
@@ -48,7 +48,6 @@ from offbeat.strategies import parse_strategy
 
 LOCKSTEP: Final = "bsp"
 STRATEGIES: Final = ("preduce", "adpsgd", "prague", "partial")
-FREE: Final = "free"
 _QUIET: Final = {"RUST_LOG": "error", "LOGURU_LEVEL": "WARNING", "HIVEMIND_LOGLEVEL": "ERROR"}
 _SPARE_EPOCHS = 1
 _START_S, _LONGEST = 600.0, 4.0  # a run may take this long to start, and then so many times lockstep's time
@@ -332,16 +331,12 @@ def _cases(options: RaceOptions) -> Iterator[Case]:
     for slow in options.slow or ():
         if slow not in SLOWNESS:
             raise ValueError(f"unknown slowness {slow!r}: expected one of {', '.join(SLOWNESS)}")
-    for line in options.line or ():
-        if line != FREE and not (line.isascii() and line.isdigit() and int(line)):
-            raise ValueError(f"expected --line {FREE} or a rate in Mbit/s, got {line!r}")
+    lines = [parse_rate(line) for line in options.line or (FREE, "1000")]
     for workers in options.workers or (4, 8):
-        for line in options.line or (FREE, "1000"):
+        for line in lines:
             for slow in options.slow or SLOWNESS:
                 for seed in range(options.seeds):
-                    yield Case(
-                        workers=workers, slow=slow, line=None if line == FREE else int(line), seed=seed
-                    )
+                    yield Case(workers=workers, slow=slow, line=line, seed=seed)
 
 
 def _data(folder: str) -> str:

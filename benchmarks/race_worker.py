@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import runs
 from benchmarks.gloo import GlooSide
+from benchmarks.namespaces import bytes_sent
 from benchmarks.peers import MOMENTUM, PEERS, PeerJob, equal_shards
 from benchmarks.timed import Stretch
 from benchmarks.workers import read_settings, send_result
@@ -124,7 +125,7 @@ class Recorder:
 
     def __init__(self, model: nn.Module, interval_s: float, interface: str) -> None:
         self._model, self._interval_s, self._interface = model, interval_s, interface
-        self._first_bytes = _bytes_sent(interface)
+        self._first_bytes = bytes_sent(interface)
         self._samples = 0
         self._marks: list[tuple[float, int, int]] = []
         self._models: list[Tensor] = []
@@ -153,17 +154,8 @@ class Recorder:
         torch.save(recording, path)
 
     def _copy(self) -> None:
-        self._marks.append((time.monotonic(), self._samples, _bytes_sent(self._interface)))
+        self._marks.append((time.monotonic(), self._samples, bytes_sent(self._interface)))
         self._models.append(flat_model(self._model))
-
-
-def _bytes_sent(interface: str) -> int:
-    """Return the bytes that this host has sent over an interface, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return int(counts.split()[8])
-    raise ValueError(f"expected the network interface {interface}, found none: see `ip link`")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -249,7 +249,8 @@ class TimedModel(nn.Module):
     every layer and then returns that layer's gradients, so hooks on modules and parameters run at the times
     and in the order of the original. The time of hooks is not part of a layer's time. Waiting needs no core.
 
-    Gradients are drawn once at random; every backward pass returns the same memory. Buffers do not change.
+    Gradients are drawn once at random, or given by `set_gradients`; every backward pass returns the same
+    memory. Buffers do not change.
 
     Args:
         model: the original, which is not kept. Its parameters must be in its modules, not in itself.
@@ -290,6 +291,16 @@ class TimedModel(nn.Module):
         modules = dict(self.named_modules())
         self._in_order = [modules[layer.name] for layer in times.layers]
 
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Return these gradients, by the names of parameters, in all later backward passes."""
+        for name, module in self.named_modules():
+            if isinstance(module, TimedLayer):
+                module.set_gradients(
+                    gradients[f"{name}.{own}"]
+                    for own, parameter in module.named_parameters(recurse=False)
+                    if parameter.requires_grad
+                )
+
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits (B, K), all zero, for samples (B, ...)."""
         self._waiter.reset()
@@ -310,10 +321,14 @@ class TimedLayer(nn.Module):
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw gradients for the registered parameters."""
-        self._gradients = _SharedGradients(
+        self.set_gradients(
             torch.empty_like(parameter, requires_grad=False).normal_(0.0, _GRADIENT_STD, generator=generator)
             for parameter in self._trained()
         )
+
+    def set_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Return these gradients of the parameters that have one, in their order."""
+        self._gradients = _SharedGradients(gradients)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Wait for the layer's forward time."""

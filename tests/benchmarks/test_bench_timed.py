@@ -250,6 +250,22 @@ def test_gradients_are_drawn_from_the_seed_once_and_cost_no_copy():
     assert [p.grad.data_ptr() for p in timed.parameters() if p.requires_grad] == places
 
 
+def test_given_gradients_are_returned_by_name_and_kept_as_they_are():
+    inputs, labels = batch()
+    model = Branched()
+    timed = twin(model)
+    F.cross_entropy(model(inputs), labels).backward()
+    given = {name: one.grad for name, one in model.named_parameters() if one.requires_grad}
+    timed.set_gradients(dict(reversed(given.items())))
+    for _ in range(2):
+        timed.zero_grad()
+        F.cross_entropy(timed(inputs), labels).backward()
+        assert {name for name, one in timed.named_parameters() if one.grad is not None} == given.keys()
+        assert all(torch.equal(timed.get_parameter(name).grad, one) for name, one in given.items())
+    with pytest.raises(KeyError, match="first"):
+        timed.set_gradients({})
+
+
 def test_a_copy_has_the_gradients_in_common_and_one_in_another_process_none():
     """A real model has none, and the cost of copying is measured with this one."""
     inputs, labels = batch()

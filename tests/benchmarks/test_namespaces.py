@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.namespaces import Host, block, cut, hosts, mend, missing, remove_stale, reset, split
+from benchmarks.namespaces import (
+    Host,
+    block,
+    bytes_sent,
+    cut,
+    hosts,
+    mend,
+    missing,
+    parse_rate,
+    remove_stale,
+    reset,
+    split,
+)
 from offbeat.errors import OffbeatError
 from offbeat.runtime.launch import launch
 from offbeat.runtime.launching.outcomes import outcome_summary
@@ -178,6 +190,35 @@ def test_lines_of_every_rate_carry_full_segments(rate_bit_per_s: int) -> None:
         ) as workers:
             assert outcome_summary(workers.wait(LIMIT_S)) == "2 workers ended well"
     assert outputs == [(0, "200000")]
+
+
+def test_a_rate_is_a_whole_number_of_mbit_per_s_or_free() -> None:
+    assert parse_rate("100") == 100
+    assert parse_rate("free") is None
+    for text in ("", "0", "-1", "1.5", "fast"):
+        with pytest.raises(ValueError, match=f"a line's rate in Mbit/s or free, got '{text}'"):
+            parse_rate(text)
+
+
+@needs_root
+def test_the_bytes_of_a_host_are_counted_with_their_headers() -> None:
+    code = (
+        "import socket, sys\n"
+        "from benchmarks.namespaces import bytes_sent\n"
+        "before = bytes_sent(sys.argv[2])\n"
+        "with socket.socket(type=socket.SOCK_DGRAM) as outbox:\n"
+        "    for _ in range(10): outbox.sendto(bytes(1000), (sys.argv[1], 7000))\n"
+        "print(bytes_sent(sys.argv[2]) - before)\n"
+    )
+    with hosts(2) as (a, b):
+        a_neighbour = ("dev", a.interface, "lladdr", "02:00:00:00:00:02", "nud", "permanent")
+        out("ip", "-n", a.name, "neighbour", "replace", b.address, *a_neighbour)
+        assert int(out(*a.prefix, *python(code), b.address, a.interface)) == 10 * (14 + 20 + 8 + 1000)
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="expected the network interface none, found none"):
+        bytes_sent("none")
 
 
 @needs_root
