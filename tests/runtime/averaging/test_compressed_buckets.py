@@ -3,12 +3,14 @@
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.compressors import powersgd
 from offbeat.numerics.compressors.registry import parse_compression
@@ -263,6 +265,12 @@ def test_complex_gradients_are_sent_whole():
 def test_a_quorum_needs_whole_gradients():
     with pytest.raises(ValueError, match="leave quorum or compress out"):
         PartialAllReduce(quorum="n-1", compress="bf16")
+
+
+def test_a_model_on_an_accelerator_is_refused():
+    trained = SimpleNamespace(device=torch.device("cuda:1"))
+    with pytest.raises(OffbeatError, match="a model on the CPU with compress=bf16, got one on cuda:1"):
+        AllReduce(compress="bf16").make_synchronizer(None, trained)
 
 
 def test_an_unknown_method_is_refused():
