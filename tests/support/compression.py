@@ -17,9 +17,8 @@ class Ended(NamedTuple):
 def sum_compressed(compressor, vectors, states=None):
     """What each member gets as the sum, what is left of its call, and the bytes of each one's requests."""
     outs = [torch.full_like(vector, torch.nan) for vector in vectors]
-    residuals = [
-        torch.full_like(vector, torch.nan) if compressor.keeps_residual else None for vector in vectors
-    ]
+    unwritten = torch.nan if compressor.keeps_residual else 0.0
+    residuals = [torch.full_like(vector, unwritten) for vector in vectors]
     calls = [
         compressor.sum(vector, out, residual, state, members=len(vectors))
         for vector, out, residual, state in zip(
@@ -35,6 +34,8 @@ def sum_compressed(compressor, vectors, states=None):
             except StopIteration as end:
                 ended.append(Ended(residual, end.value))
         if not requests:
+            for vector, out, residual in zip(vectors, outs, residuals, strict=True):
+                compressor.finish_residual(vector, out, residual, share=1 / len(vectors))
             return outs, ended, requested_bytes
         assert not ended, "all members make the same requests"
         assert len({type(request) for request in requests}) == 1

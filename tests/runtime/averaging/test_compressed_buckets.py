@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from offbeat.numerics.compressors import powersgd
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
+from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.strategies import AllReduce, PartialAllReduce
 from support.compression import sum_compressed
 from support.group_training import STRATEGY, agree, make, train
@@ -36,6 +38,7 @@ class Matrices(nn.Module):
         self.second = nn.Parameter(torch.zeros(16, 24, dtype=torch.float64))
         self.bias = nn.Parameter(torch.zeros(20, dtype=torch.float64))
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))  # has a bucket of its own, the first
 
     def forward(self, gradients):
         return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
@@ -92,7 +95,7 @@ def expected_means(method, workers_of_step, only=None):
     Of all gradients as one vector, or of only one of them, which is in a bucket of that number.
     """
     shapes = SHAPES if only is None else [SHAPES[only]]
-    compressor = parse_compression(method).compressor(shapes, seed=only or 0)
+    compressor = parse_compression(method).compressor(shapes, seed=1 if only is None else only)
 
     def vector_of(worker, step):
         gradients = gradients_of(worker, step)
@@ -105,7 +108,7 @@ def expected_means(method, workers_of_step, only=None):
         own = [vector_of(worker, step) / WORKERS + residuals[worker] for worker in workers]
         outs, ended, _ = sum_compressed(compressor, own, states)
         for worker, one in zip(workers, ended, strict=True):
-            residuals[worker] = torch.zeros(()) if one.residual is None else one.residual
+            residuals[worker] = one.residual
         states = [one.state for one in ended]
         yield outs[0] * WORKERS / len(workers)
 
@@ -123,6 +126,27 @@ def test_all_workers_get_the_mean_that_the_compressor_gives(strategy, method, to
     found = values(run(loop, WORKERS, replace(strategy, compress=method)))
     assert found[0] == found[1] == found[2]
     check(found[0], expected_means(method, [range(WORKERS)] * STEPS), tolerance)
+
+
+def notes_exchanges(rank, emit, strategy):
+    """How often each exchange id and index was used."""
+    new_run, used = LinkExchange._new_run, Counter()
+
+    def noted(self, into, operation, exchange_id, index):
+        used[exchange_id, index] += 1
+        return new_run(self, into, operation, exchange_id, index)
+
+    LinkExchange._new_run = noted
+    loop(rank, emit, strategy)
+    return list(used.values())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5_000, 10_000])
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+def test_no_two_exchanges_of_a_round_have_the_same_index(method, bucket_bytes):
+    """The bucket of integers is among the others, or in front of them."""
+    for counts in values(run(notes_exchanges, 2, AllReduce(compress=method, bucket_bytes=bucket_bytes))):
+        assert set(counts) == {1}
 
 
 @pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
@@ -202,43 +226,78 @@ def test_a_straggler_that_returns_has_the_others_bits_and_none_of_its_residuals(
     assert (tmp_path / "dropped by 1").read_text() == f"{parameters} -> 0"
 
 
-class OneMember:
-    """An exchange in which this worker is alone."""
+class OtherSendsZeros:
+    """An exchange of two members, of which the other one contributes zeros."""
 
-    size, position, ended_s = 1, 0, 0.0
+    size, position, ended_s = 2, 0, 0.0
 
     def all_reduce(self, flat, into, **_):
         into.copy_(flat)
         return self
 
     def gather(self, flat, **_):
+        flat[len(flat) // 2 :] = 0
         return self
 
     def wait(self, timeout_s):
         pass
 
 
-def test_a_residual_changes_only_when_the_means_are_handed_over():
-    shapes = [torch.Size((20, 30))]
+class OneMember(OtherSendsZeros):
+    size = 1
+
+
+def top_tenth(residuals):
     plan = Bucket(dtype=torch.float64, entries=(0,), offsets=(0,), elements=600)
-    residuals = {}
 
     def zeros(elements, dtype):
         return torch.zeros(elements, dtype=dtype)
 
     method = parse_compression("topk:0.1")
-    bucket = CompressedBucket(plan, shapes, 1, zeros, method=method, seed=0, residuals=residuals)
+    return CompressedBucket(
+        plan, [torch.Size((20, 30))], 1, zeros, method=method, seed=0, residuals=residuals
+    )
+
+
+def exchange_in(bucket, exchange, values):
+    bucket.contribution.flat.copy_(values)
+    bucket.all_reduce(exchange, exchange_id=1, index=0).wait(1.0)
+
+
+def test_a_residual_changes_only_when_the_means_are_used():
+    residuals = {}
+    bucket = top_tenth(residuals)
     for number in range(1, 4):
         before = {entry: residual.clone() for entry, residual in residuals.items()}
         for _ in range(2):  # the round is repeated
-            bucket.contribution.flat.copy_(torch.arange(600) * number)
-            bucket.all_reduce(OneMember(), exchange_id=number, index=0).wait(1.0)
+            exchange_in(bucket, OtherSendsZeros(), torch.arange(600.0) * number)
             assert residuals.keys() == before.keys()
             assert all(torch.equal(residuals[entry], before[entry]) for entry in before)
-        sums = bucket.output.flat.clone()
-        bucket.hand_over_means()
-        assert torch.equal(residuals[0] + sums, bucket.contribution.flat)
+        bucket.commit(own_weight=0.5, weight=1.0, used=[1.0])
+        assert torch.equal(residuals[0] * 0.5 + bucket.output.flat, bucket.contribution.flat)
         bucket.end_round()
+
+
+def test_a_residual_stays_where_the_worker_has_no_weight_or_the_gradient_is_not_used():
+    residuals = {}
+    bucket = top_tenth(residuals)
+    exchange_in(bucket, OtherSendsZeros(), torch.arange(600.0))
+    bucket.commit(own_weight=1.0, weight=1.0, used=[1.0])
+    before = residuals[0].clone()
+    for own_weight, used in ((0.0, 1.0), (1.0, 0.0), (0.0, 0.0)):
+        for _ in range(2):
+            exchange_in(bucket, OtherSendsZeros(), torch.ones(600))
+            bucket.commit(own_weight=own_weight, weight=1.0, used=[used])
+            assert torch.equal(residuals[0], before)
+
+
+def test_the_last_member_of_a_group_compresses_nothing():
+    residuals = {0: torch.ones(600, dtype=torch.float64)}
+    bucket = top_tenth(residuals)
+    exchange_in(bucket, OneMember(), torch.arange(600.0))
+    assert torch.equal(bucket.output.flat, torch.arange(600.0, dtype=torch.float64))
+    bucket.commit(own_weight=1.0, weight=1.0, used=[1.0])
+    assert not residuals[0].any()
 
 
 class Complex(nn.Module):

@@ -42,7 +42,7 @@ Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]
 class Compressor(Protocol):
     """Sums vectors of one layout.
 
-    All members make the same calls with vectors of the same layout, and get the same bits. A call changes
+    All members make the same calls with vectors of the same layout, and get the same sums. A call changes
     nothing but `out` and `residual`: a round that is repeated repeats the call, and a round that succeeds
     keeps what the call has written and returned.
 
@@ -53,23 +53,29 @@ class Compressor(Protocol):
     keeps_residual: ClassVar[bool]
 
     def sum(
-        self,
-        vector: torch.Tensor,
-        out: torch.Tensor,
-        residual: torch.Tensor | None,
-        state: Any,
-        *,
-        members: int,
+        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
     ) -> Requests:
         """Sum a vector over the members.
 
         Args:
             vector: 1-D, this member's part; unchanged.
             out: receives the sum; of the same shape and dtype.
-            residual: receives the part of the vector that is not in the sum, or zeros where that is not
-                finite; of the same shape and dtype. None if the compressor keeps none.
+            residual: memory of the same shape and dtype, for `finish_residual`; empty if none is kept.
             state: what the last call that counts has returned, the same on all members; None in a new group.
-            members: their number.
+            members: their number, at least 2.
+        """
+
+    def finish_residual(
+        self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
+    ) -> None:
+        """Write what the sum lacks of this member's vector; zeros where any of it is not finite.
+
+        Over all members the residuals are what the sum lacks of the sum of the vectors.
+
+        Args:
+            vector, residual: as they were passed to `sum`, which has ended.
+            total: its `out`.
+            share: of this member in the weight of all.
         """
 
 

@@ -11,7 +11,7 @@ import torch
 
 from offbeat.numerics.compressors.interface import Requests, Sum
 
-_RATE_MIN = 2  # a matrix is compressed if that saves at least half of its elements
+_RATE_MIN = 2  # a matrix is compressed if that saves more than half of its elements
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class PowerSGD:
 
     Source: Vogels, Karimireddy, Jaggi 2019, "PowerSGD: practical low-rank gradient compression for
     distributed optimization", algorithms 1 and 2, with warm start. As in torch's `powerSGD_hook`, a member's
-    part of the sum is taken to be an equal share, so its residual is what it has beyond the mean; the
-    residuals' sum is that of the paper. Deviation: columns are made orthonormal by a QR decomposition, which
+    part of the sum is its share by weight, so its residual is the difference from the mean; the residuals'
+    sum is that of the paper. Deviation: columns are made orthonormal by a QR decomposition, which
     gives the same approximation and stays finite for matrices of lower rank.
 
     Args:
@@ -43,9 +43,9 @@ class PowerSGD:
 
 
 class PowerSGDCompressor:
-    """Sums tensors with at least two dimensions as matrices, and all that does not pay unchanged.
+    """Sums tensors with at least two dimensions as matrices, and those that would not shrink unchanged.
 
-    A tensor's first dimension are the rows of its matrix. Two sums are requested: of the products with the
+    A tensor's first dimension gives the rows of its matrix. Two sums are requested: of the products with the
     right factors, followed by what is not compressed, and of the products with the left ones.
 
     Args:
@@ -59,7 +59,7 @@ class PowerSGDCompressor:
     def __init__(self, shapes: Sequence[torch.Size], rank: int, seed: int) -> None:
         self._rank, self._seed = rank, seed
         self._matrices: list[tuple[int, int, int]] = []  # start in the vector, rows, columns
-        self._rest: list[tuple[int, int]] = []  # start in the vector, elements
+        self._uncompressed: list[tuple[int, int]] = []  # start in the vector, elements
         start = 0
         for shape in shapes:
             elements = shape.numel()
@@ -67,7 +67,7 @@ class PowerSGDCompressor:
             if (rows + columns) * rank * _RATE_MIN < elements:
                 self._matrices.append((start, rows, columns))
             else:
-                self._rest.append((start, elements))
+                self._uncompressed.append((start, elements))
             start += elements
 
     def sum(
@@ -79,17 +79,15 @@ class PowerSGDCompressor:
         *,
         members: int,
     ) -> Requests:
-        """See `Compressor.sum`; the state are the right factors."""
-        assert residual is not None
+        """See `Compressor.sum`; the state is the right factors."""
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
-        rest = [vector[start : start + elements] for start, elements in self._rest]
-        first = yield Sum(torch.cat([part.flatten() for part in [*parts, *rest]]))
-        pieces = first.split([part.numel() for part in [*parts, *rest]])
-        for (start, elements), piece in zip(self._rest, pieces[len(parts) :], strict=True):
+        uncompressed = [vector[start : start + elements] for start, elements in self._uncompressed]
+        first = yield Sum(torch.cat([part.flatten() for part in [*parts, *uncompressed]]))
+        pieces = first.split([part.numel() for part in [*parts, *uncompressed]])
+        for (start, elements), piece in zip(self._uncompressed, pieces[len(parts) :], strict=True):
             out[start : start + elements] = piece
         if not parts:
-            residual.zero_()
             return []
         left = [
             torch.linalg.qr(piece.view_as(part)).Q
@@ -103,13 +101,17 @@ class PowerSGDCompressor:
         ]
         for p, q, product in zip(left, right, self._as_matrices(out), strict=True):
             torch.matmul(p, q.T, out=product)
-        if not second.isfinite().all():  # the step is lost, and later ones shall not be
-            residual.zero_()
-            return None
-        torch.sub(vector, out, alpha=1 / members, out=residual)
-        for start, elements in self._rest:
+        return right if second.isfinite().all() else None  # the step is lost, and later ones shall not be
+
+    def finish_residual(
+        self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
+    ) -> None:
+        """See `Compressor.finish_residual`: this member's part of the sum is its share."""
+        torch.sub(vector, total, alpha=share, out=residual)
+        for start, elements in self._uncompressed:
             residual[start : start + elements] = 0
-        return right
+        if not residual.sum().isfinite():
+            residual.zero_()
 
     def _as_matrices(self, vector: torch.Tensor) -> list[torch.Tensor]:
         return [

@@ -1,4 +1,4 @@
-"""Top-k: of each tensor the numbers of the largest magnitude; the others are added to the next gradient."""
+"""Top-k: of each tensor the elements of the largest magnitude; the others are added to the next gradient."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MARGIN = 1.5  # more candidates than needed, so that an estimate is seldom too 
 
 @dataclass(frozen=True)
 class TopK:
-    """Sends a share of the numbers of each tensor of at least two dimensions, with their places.
+    """Sends a fraction of the elements of each tensor of at least two dimensions, with their indices.
 
-    Members send different places, so all are gathered: bytes grow with the members. Where the share is not
-    below 1 / members, a sum of all numbers has no more bytes, and is taken. Biases are sent whole.
+    Members send different elements, so all are gathered: bytes grow with the members. Where the fraction is
+    not below 1 / members, a sum of all elements has no more bytes, and is taken. Biases are not compressed.
 
     Source: Lin et al. 2018, "Deep gradient compression", section 3 (selection by a threshold from a sample of
-    1 %), without its momentum correction. Deviation: exactly the largest of the candidates above the
-    threshold are taken; where these are too few, the largest of all.
+    1 %), without its momentum correction. Deviation: of the candidates above the threshold exactly the
+    largest are taken, and where these are too few the largest of all; so the sample only saves time.
 
     Args:
-        ratio: share of the numbers that are sent, more than 0 and at most 1.
+        ratio: fraction of the elements that are sent, more than 0 and at most 1.
 
     Raises:
         ValueError: the ratio is out of range.
@@ -46,11 +46,11 @@ class TopK:
 
 
 class TopKCompressor:
-    """Gathers the chosen numbers of all members, after a sum of what is sent whole.
+    """Gathers the chosen elements of all members, and sums what is sent uncompressed.
 
     Args:
         shapes: of the tensors that a vector holds.
-        ratio: share of the numbers that are sent.
+        ratio: fraction of the elements that are sent.
     """
 
     keeps_residual: ClassVar[bool] = True
@@ -58,52 +58,50 @@ class TopKCompressor:
     def __init__(self, shapes: Sequence[torch.Size], ratio: float) -> None:
         self._ratio = ratio
         self._sparse: list[tuple[int, int, int]] = []  # start in the vector, elements, how many are sent
-        self._whole: list[tuple[int, int]] = []  # start in the vector, elements
+        self._uncompressed: list[tuple[int, int]] = []  # start in the vector, elements
         start = 0
         for shape in shapes:
             elements = shape.numel()
             if len(shape) > 1:
                 self._sparse.append((start, elements, math.ceil(ratio * elements)))
             else:
-                self._whole.append((start, elements))
+                self._uncompressed.append((start, elements))
             start += elements
 
     def sum(
-        self,
-        vector: torch.Tensor,
-        out: torch.Tensor,
-        residual: torch.Tensor | None,
-        state: Any,
-        *,
-        members: int,
+        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
     ) -> Requests:
         """See `Compressor.sum`; there is no state."""
-        assert residual is not None
         if self._ratio * members >= 1 or not self._sparse:
-            out.copy_((yield Sum(vector)))
             residual.zero_()
+            out.copy_((yield Sum(vector)))
             return
+        indices = torch.cat([self._choose(vector, *span) for span in self._sparse])
+        values = vector[indices]
+        received = yield Gather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
         out.zero_()
+        for row in received:
+            others_indices = row[-len(indices) :].long()
+            out.index_add_(0, others_indices, row[: -len(indices)].clone().view(vector.dtype))
         residual.copy_(vector)
-        if self._whole:
-            spans = [(start, start + elements) for start, elements in self._whole]
-            received = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
-            pieces = received.split([elements for _, elements in self._whole])
+        residual[indices] = 0
+        if self._uncompressed:
+            spans = [(start, start + elements) for start, elements in self._uncompressed]
+            summed = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
+            pieces = summed.split([elements for _, elements in self._uncompressed])
             for (start, stop), piece in zip(spans, pieces, strict=True):
                 out[start:stop] = piece
                 residual[start:stop] = 0
-        places = torch.cat([self._choose(vector, *span) for span in self._sparse])
-        values = vector[places]
-        received = yield Gather(torch.cat([values.view(torch.int32), places.to(torch.int32)]))
-        for row in received:
-            others_places = row[-len(places) :].long()
-            out.index_add_(0, others_places, row[: -len(places)].clone().view(vector.dtype))
-        residual[places] = 0
+
+    def finish_residual(
+        self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
+    ) -> None:
+        """See `Compressor.finish_residual`: `sum` has written it."""
         if not residual.sum().isfinite():
             residual.zero_()
 
     def _choose(self, vector: torch.Tensor, start: int, elements: int, count: int) -> torch.Tensor:
-        """Return `count` places of the largest magnitudes in a tensor, first of all those of NaN."""
+        """Return the indices of the `count` largest magnitudes in a tensor, of which NaN is the largest."""
         magnitudes = vector[start : start + elements].abs()
         if elements < _SAMPLED_FROM:
             return start + magnitudes.topk(count, sorted=False).indices

@@ -14,7 +14,7 @@ from torch import nn
 from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
-from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
+from offbeat.runtime.averaging.compressed_buckets import EXCHANGES_MAX, CompressedBucket
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
@@ -57,7 +57,8 @@ class BucketSet:
         compression: CompressionMethod | None = None,
     ) -> None:
         self._compression = compression
-        self._residuals: dict[int, torch.Tensor] = {}  # by entry, what no sum of compressed buckets contains
+        self._index_stride = 1 if compression is None else EXCHANGES_MAX
+        self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
         self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
         self._workers, self._bucket_bytes = workers, bucket_bytes
@@ -65,6 +66,7 @@ class BucketSet:
         self.scale: float | None = None
         self.launched = 0
         self.buffers = ModelBuffers(model)
+        self._own_weight = 0.0  # of this worker's contribution to the round under way
         self._exchange_id: int | None = None  # of the buckets that are being sent
         self._ready_entries: set[int] = set()  # packed during a backward pass
         self._is_stale = False  # a gradient was packed again after its bucket had been sent
@@ -126,8 +128,6 @@ class BucketSet:
         self._make_buckets(capacity)
         if self.scale is not None:
             self.scale *= factor
-        for residual in self._residuals.values():
-            residual.mul_(factor)
         for entry in self._ready_entries:
             (old_index, old_position), (index, position) = old_location_of[entry], self._location_of[entry]
             torch.mul(
@@ -196,9 +196,10 @@ class BucketSet:
         assert self.group is not None
         assert self._binding is not None
         late = self._binding.late_gradients.active
+        self._own_weight = self._fix_scale(weight) + sum(one.weight for one in late) / self._trailer.capacity
         values = self._trailer.encode(
             self.group.position,
-            weight=self._fix_scale(weight) + sum(one.weight for one in late) / self._trailer.capacity,
+            weight=self._own_weight,
             is_stale=self._is_stale,
             writes=writes,
             is_preempted=is_preempted,
@@ -244,7 +245,9 @@ class BucketSet:
         if self._exchange_id is None:
             self._exchange_id = self._binding.next_exchange_id()
         bucket.pending = bucket.all_reduce(
-            self.group.exchange, exchange_id=self._exchange_id, index=self.launched
+            self.group.exchange,
+            exchange_id=self._exchange_id,
+            index=self.launched * self._index_stride,
         )
         self.launched += 1
 
@@ -265,7 +268,7 @@ class BucketSet:
                     view.zero_()
 
     def wait(self, timeout_s: float) -> RoundSums:
-        """Wait for all buckets, and return the sums of the trailers.
+        """Wait for all exchanges, begin those that follow from others, and return the sums of the trailers.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange in time.
@@ -274,7 +277,7 @@ class BucketSet:
         assert self.group is not None
         deadline_s = time.monotonic() + timeout_s
         # An exchange of one bucket is under way while the next one of another is computed.
-        while sum(bucket.carry_on(max(0.0, deadline_s - time.monotonic())) for bucket in self._buckets):
+        while sum(bucket.advance(max(0.0, deadline_s - time.monotonic())) for bucket in self._buckets):
             pass
         for bucket in self._buckets:
             assert bucket.pending is not None
@@ -294,6 +297,8 @@ class BucketSet:
         buffers = self.buffers.tensors()
         for bucket in self._buckets:
             assert bucket.means is not None
+            if sums.weight:
+                bucket.commit(own_weight=self._own_weight, weight=sums.weight, used=sums.used)
             if sums.weight not in (0.0, 1.0):
                 bucket.means.divide(bucket.gradient_elements, sums.weight)
             for entry, view in zip(bucket.entries, bucket.means.views(), strict=True):
@@ -343,7 +348,9 @@ class BucketSet:
         if self._prepares_next and self.group is not None and self._binding and self._binding.is_stable:
             for index, bucket in enumerate(self._buckets):
                 bucket.prepare(
-                    self.group.exchange, exchange_id=self._binding.membership.exchange_id, index=index
+                    self.group.exchange,
+                    exchange_id=self._binding.membership.exchange_id,
+                    index=index * self._index_stride,
                 )
         self.group = self.scale = None
 

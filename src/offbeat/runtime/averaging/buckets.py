@@ -98,10 +98,10 @@ def summed_dtype(tensor: torch.Tensor) -> torch.dtype:
 def write_scaled(
     gradient: torch.Tensor | None, scale: float, into: torch.Tensor, residual: torch.Tensor | None = None
 ) -> None:
-    """Write a gradient times this worker's factor, or zeros where there is none, plus a residual."""
-    if residual is not None:
-        into.copy_(residual.view_as(into))
-        if gradient is not None and scale:
+    """Write the sum of a gradient and a residual times this worker's factor; zeros where there is neither."""
+    if residual is not None and scale:
+        torch.mul(residual.view_as(into), scale, out=into)
+        if gradient is not None:
             into.add_(gradient, alpha=scale)
     elif gradient is None or not scale:
         into.zero_()
@@ -236,8 +236,10 @@ class GradientBucket:
             after=self._when_copied(),
         )
 
-    def carry_on(self, timeout_s: float) -> bool:
-        """Wait for one of several exchanges; return whether another follows. Here, `pending` is the only one.
+    def advance(self, timeout_s: float) -> bool:
+        """Wait for one of several exchanges; return whether another follows.
+
+        Here `pending` is the only one, and is left to its own `wait`.
 
         Raises:
             WorkerError: see `PendingExchange.wait`.
@@ -276,6 +278,17 @@ class GradientBucket:
             self.output = self._make_output()
         if self._spare is not None and is_read(self._spare.flat):
             self._spare = None
+
+    def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
+        """Keep what the next round needs of this one, whose sums are used: here, nothing.
+
+        To be called before the sums are divided.
+
+        Args:
+            own_weight: of this worker's contribution; 0 where it has none.
+            weight: of all members' contributions together, more than 0.
+            used: by entry, not 0 where a member has a gradient.
+        """
 
     def end_round(self) -> None:
         """Drop this worker's contribution and the means: the round is over."""

@@ -5,17 +5,18 @@ Theory of operation
 
 A compressor says what is to be summed or gathered, one tensor after another; each is an exchange of its own.
 The first begins when the bucket is full, during the backward pass; the next ones begin when the loop waits
-for the bucket, in the loop's thread, since computing them would compete with the backward pass anyway.
+for the buckets, in the loop's thread, since computing them would compete with the backward pass anyway.
 Buffers and the trailer are summed as they are.
 
-A residual is what this worker has contributed and no sum contains yet. `BucketSet` packs it with the next
-gradient. It changes only when a round's means are used: a round that is abandoned and repeated begins with
-the same residual, and a round without samples leaves it. Therefore a bucket has memory for two. A worker
-whose model was replaced drops its residual, which belongs to other gradients. The compressor's state is the
-same on all members, so each group begins without one.
+A residual is what no sum contains yet of this worker's gradients. `BucketSet` packs it with the next gradient
+(error feedback). It is kept as a gradient is, without the worker's weight, so that a round with fewer samples
+gives it no other weight than its gradients. It changes only when a round's means are used: a round that is
+abandoned and repeated begins with the same residual, and a round leaves it where this worker has weight 0 or
+no member has a gradient. Therefore a bucket has memory for two. A worker whose model was replaced drops its
+residuals, which belong to other gradients. Residuals are kept by entry, as buckets are replaced when a group
+grows. The compressor's state is the same on all members, so each group begins without one.
 
-Residuals are scaled as contributions are, and kept by entry, as buckets are replaced when a group grows. This
-module decides nothing about rounds.
+This module decides nothing about rounds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 
-_REQUESTS_MAX = 8  # exchanges of one bucket: the compressor's, and that of entries that are no gradients
+EXCHANGES_MAX = 8
+"""Exchanges of one bucket in a round: the compressor's, and that of the entries that are no gradients."""
 
 
 class CompressedBucket(GradientBucket):
@@ -64,12 +66,10 @@ class CompressedBucket(GradientBucket):
         self._exchange: Exchange | None = None  # over the members that share `_state`
         self._state: Any = None
         self._residuals = residuals
-        self._next_residual, self._spare_residual = self._make_residual(), self._make_residual()
+        residual_elements = self.gradient_elements if self._compressor.keeps_residual else 0
+        own = self.contribution.flat
+        self._next_residual, self._spare_residual = (own.new_zeros(residual_elements) for _ in range(2))
         self._sums: _CompressedSums | None = None  # of the round under way
-
-    def _make_residual(self) -> torch.Tensor | None:
-        own = self.contribution.flat[: self.gradient_elements]
-        return torch.zeros_like(own) if self._compressor.keeps_residual else None
 
     def all_reduce(
         self,
@@ -81,10 +81,18 @@ class CompressedBucket(GradientBucket):
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
-        """See `GradientBucket.all_reduce`."""
+        """See `GradientBucket.all_reduce`; the next `EXCHANGES_MAX` indices are this bucket's.
+
+        A single member has nothing to send, and compresses nothing.
+        """
+        self._sums = None
+        if exchange.size == 1:
+            return super().all_reduce(
+                exchange, exchange_id=exchange_id, index=index, algorithm=algorithm, priority=priority
+            )
         if exchange is not self._exchange:
             self._exchange, self._state = exchange, None
-        self._sums = _CompressedSums(exchange, exchange_id, index * _REQUESTS_MAX, algorithm, priority)
+        self._sums = _CompressedSums(exchange, exchange_id, index, algorithm, priority)
         own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
         if split < len(own):
             self._sums.add(own[split:], total[split:])
@@ -95,24 +103,34 @@ class CompressedBucket(GradientBucket):
             self._sums.begin(requests)
         return self._sums
 
-    def carry_on(self, timeout_s: float) -> bool:
-        """See `GradientBucket.carry_on`."""
-        return self._sums is not None and self._sums.carry_on(timeout_s)
+    def advance(self, timeout_s: float) -> bool:
+        """See `GradientBucket.advance`."""
+        return self._sums is not None and self._sums.advance(timeout_s)
 
     def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
-        """See `GradientBucket.prepare`: nothing, as no sum arrives in this bucket's memory."""
+        """See `GradientBucket.prepare`: nothing, as compressed sums do not arrive in this bucket's memory."""
 
-    def hand_over_means(self) -> None:
-        """See `GradientBucket.hand_over_means`; the residual is what the means lack."""
-        super().hand_over_means()
-        if self._sums is None or not self.gradient_elements:
+    def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
+        """See `GradientBucket.commit`: keeps the compressor's state, and new residuals."""
+        if self._sums is not None:
+            self._state = self._sums.state
+        if not len(self._next_residual) or not own_weight:
             return
-        self._state = self._sums.state
-        if (residual := self._next_residual) is not None:
-            ends = [*self.offsets[1 : self.gradient_count], self.gradient_elements]
-            for entry, start, stop in zip(self.entries, self.offsets, ends, strict=False):
+        split, residual = self.gradient_elements, self._next_residual
+        if self._sums is None:
+            residual.zero_()
+        else:
+            own, total = self.contribution.flat[:split], self.output.flat[:split]
+            self._compressor.finish_residual(own, total, residual, share=own_weight / weight)
+            residual.div_(own_weight)
+        count = self.gradient_count
+        ends = [*self.offsets[1:count], self.gradient_elements]
+        for entry, start, stop in zip(self.entries[:count], self.offsets[:count], ends, strict=True):
+            if used[entry]:
                 self._residuals[entry] = residual[start:stop]
-            self._next_residual, self._spare_residual = self._spare_residual, residual
+            elif entry in self._residuals:
+                self._residuals[entry] = residual[start:stop].copy_(self._residuals[entry])
+        self._next_residual, self._spare_residual = self._spare_residual, residual
 
     def end_round(self) -> None:
         """See `GradientBucket.end_round`."""
@@ -121,7 +139,7 @@ class CompressedBucket(GradientBucket):
 
 
 class _CompressedSums:
-    """The sums of one bucket in one round, which `wait` carries on.
+    """The sums of one bucket in one round, which `advance` carries on, one request after another.
 
     Args:
         exchange: over the group's members.
@@ -137,6 +155,7 @@ class _CompressedSums:
         self, exchange: Exchange, exchange_id: int, index: int, algorithm: str, priority: int
     ) -> None:
         self._exchange, self._exchange_id, self._next_index = exchange, exchange_id, index
+        self._end_index = index + EXCHANGES_MAX
         self._algorithm, self._priority = algorithm, priority
         self._others: list[PendingExchange] = []  # sums that the compressor does not wait for
         self._requests: Requests | None = None
@@ -155,15 +174,15 @@ class _CompressedSums:
         self._request_next(None)
 
     def wait(self, timeout_s: float) -> None:
-        """See `PendingExchange.wait`: carries on to the end."""
+        """See `PendingExchange.wait`: to the end."""
         deadline_s = time.monotonic() + timeout_s
-        while self.carry_on(max(0.0, deadline_s - time.monotonic())):
+        while self.advance(max(0.0, deadline_s - time.monotonic())):
             pass
         for other in self._others:
             other.wait(max(0.0, deadline_s - time.monotonic()))
         self.ended_s = time.perf_counter()
 
-    def carry_on(self, timeout_s: float) -> bool:
+    def advance(self, timeout_s: float) -> bool:
         """Wait for the answer to the request under way; return whether another one has been begun then.
 
         Raises:
@@ -203,5 +222,6 @@ class _CompressedSums:
         )
 
     def _take_index(self) -> int:
+        assert self._next_index < self._end_index, "a compressor makes fewer than EXCHANGES_MAX requests"
         self._next_index += 1
         return self._next_index - 1
