@@ -17,7 +17,7 @@ class Sum(NamedTuple):
     """Asks for the sum of a tensor over the members.
 
     Attributes:
-        values: 1-D; the compressor does not change it afterwards.
+        values: 1-D; unchanged until the compressor has the answer.
     """
 
     values: torch.Tensor
@@ -29,7 +29,7 @@ class Gather(NamedTuple):
     The answer has one row for each member, in their order, the same on all members.
 
     Attributes:
-        values: 1-D, equally long on all members; the compressor does not change it afterwards.
+        values: 1-D, equally long on all members; unchanged until the compressor has the answer.
     """
 
     values: torch.Tensor
