@@ -124,9 +124,9 @@ class BlockScheduler:
     Blocks are assigned in servings (`offbeat.policies.data.serving_order`). They hold `batch_size` positions
     until two servings or less are left, which are cut into equal parts. With `drop_last` nothing is cut: the
     last positions, which do not fill a block, are dropped when the epoch is opened, and count as used. A
-    joining worker gets as many blocks as the other members have. With fewer than two positions per member, or
-    fewer blocks than members, some members get none; they go on to the next epoch, and a round may mix the
-    two epochs.
+    joining worker gets as many blocks as the other members have, with `equal_counts`. With fewer than two
+    positions per member, or fewer blocks than members, some members get none; they go on to the next epoch,
+    and a round may mix the two epochs.
 
     Size: each way of a block in the theory of operation is an operation of its own, on the same tables.
 

@@ -108,7 +108,8 @@ class ServingOrder:
     ) -> tuple[list[int], list[int]]:
         """Return the workers to serve next, and the sizes of their blocks, from this epoch's pool.
 
-        The workers are those at the lowest level, else those without a queued block. A size is a batch, or
+        The workers are those at the lowest level, else those without a queued block; without `equal_counts`
+        all that have room, and of the last two servings those without a queued block. A size is a batch, or
         an equal part of what is left if that suffices for this serving and the next at most, but not a single
         position: layers that normalise over a batch need more than one sample.
 
