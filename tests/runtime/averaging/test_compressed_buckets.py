@@ -16,6 +16,7 @@ from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.compressors import powersgd
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.runtime.averaging.bucket_set import BucketSet
+from offbeat.runtime.averaging.buckets import write_scaled
 from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.strategies import AllReduce, PartialAllReduce
@@ -292,12 +293,23 @@ def test_a_residual_stays_where_the_worker_has_no_weight_or_the_gradient_is_not_
 
 
 def test_the_last_member_of_a_group_compresses_nothing():
-    residuals = {0: torch.ones(600, dtype=torch.float64)}
+    residuals = {}
     bucket = top_tenth(residuals)
+    for _ in range(2):
+        exchange_in(bucket, OtherSendsZeros(), torch.arange(600.0))
+        bucket.commit(own_weight=1.0, weight=1.0, used=[1.0])
+    assert residuals[0].any()
     exchange_in(bucket, OneMember(), torch.arange(600.0))
     assert torch.equal(bucket.output.flat, torch.arange(600.0, dtype=torch.float64))
     bucket.commit(own_weight=1.0, weight=1.0, used=[1.0])
     assert not residuals[0].any()
+
+
+def test_with_weight_0_neither_a_gradient_nor_a_residual_is_contributed():
+    for gradient in (None, torch.full((3,), torch.nan)):
+        into = torch.ones(3)
+        write_scaled(gradient, 0.0, into, torch.ones(3))
+        assert not into.any()
 
 
 class Complex(nn.Module):
