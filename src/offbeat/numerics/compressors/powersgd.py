@@ -71,13 +71,7 @@ class PowerSGDCompressor:
             start += elements
 
     def sum(
-        self,
-        vector: torch.Tensor,
-        out: torch.Tensor,
-        residual: torch.Tensor | None,
-        state: Any,
-        *,
-        members: int,
+        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
     ) -> Requests:
         """See `Compressor.sum`; the state is the right factors."""
         right = self._first_right(vector) if state is None else state

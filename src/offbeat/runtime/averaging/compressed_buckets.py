@@ -165,7 +165,7 @@ class _CompressedSums:
         self.ended_s: float | None = None
 
     def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Begin a sum beside those of the compressor."""
+        """Begin a sum that the compressor does not wait for."""
         self._others.append(self._all_reduce(values, into))
 
     def begin(self, requests: Requests) -> None:
