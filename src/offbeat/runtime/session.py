@@ -719,10 +719,7 @@ class Session:
             OffbeatError: the state is of another version, or was saved within an epoch with another number
                 of workers, or with samples assigned in another way.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise OffbeatError(
-                f"expected a session's state of version {_STATE_VERSION}, got {state.get('version')!r}"
-            )
+        _check_version(state)
         check_state(state, self.world, assigns_samples=self._synchronizer.assigns_samples)
         if self.is_newcomer:
             return
@@ -731,6 +728,47 @@ class Session:
         self._steps_taken = state["step"]
         self._synchronizer.load_state_dict(state.get("synchronizer", {}), state["step"])
         self._source.load_state_dict(state)
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what a run needs to continue that no other worker has: parts of gradients yet to be sent.
+
+        Where gradients are compressed, each worker adds to its next gradient what it did not send of those
+        before. To continue bit for bit, each worker saves this to a file of its own, at the step at which
+        the leader saves `state_dict`. Without it, a continued run lacks these parts. Elsewhere, and on an
+        excluded worker, there are none.
+
+        Raises:
+            WorkerError: the job failed, or a signal handler or a hook calls it within a step.
+        """
+        check_between_steps("session.local_state_dict()", self.worker, self.step)
+        self._hooks.end_step()
+        local = self._synchronizer.local_state_dict()
+        return {"version": _STATE_VERSION, "step": self.step, "synchronizer": local}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where this worker has saved `state`; after `load_state_dict`, before the loop.
+
+        In a newcomer this does nothing, as `load_state_dict` does.
+
+        Raises:
+            OffbeatError: the state is of another version or model, or was not saved at this step.
+        """
+        _check_version(state)
+        if self.is_newcomer:
+            return
+        if state["step"] != self.step:
+            raise OffbeatError(
+                f"expected worker {self.worker}'s state of step {self.step}, got that of step "
+                f"{state['step']}: load the state of the session first, saved at the same step"
+            )
+        self._synchronizer.load_local_state_dict(state["synchronizer"])
+
+
+def _check_version(state: dict[str, Any]) -> None:
+    if state.get("version") != _STATE_VERSION:
+        raise OffbeatError(
+            f"expected a session's state of version {_STATE_VERSION}, got {state.get('version')!r}"
+        )
 
 
 def _modules_with_parameters(model: nn.Module) -> list[nn.Module]:

@@ -327,6 +327,49 @@ def complex_gradient(rank, emit):
     return model.weight.grad.tolist()
 
 
+def train_in_parts(rank, emit, method, folder, ends):
+    """The gradients of a run in several parts: each begins with the states that the one before has saved."""
+    found, common, own = [], f"{folder}/common", f"{folder}/{rank}"
+    for part, end in enumerate(ends):
+        model = Matrices()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with offbeat.join(model, optimizer, AllReduce(compress=method, bucket_bytes=4000)) as session:
+            if part:
+                session.load_state_dict(torch.load(common))
+                session.load_local_state_dict(torch.load(own))
+            while session.step < end:
+                optimizer.zero_grad()
+                model(gradients_of(rank, session.step)).backward()
+                found.append(flat([parameter.grad for parameter in model.parameters()]).tolist())
+                optimizer.step()
+            if rank == 0:
+                torch.save(session.state_dict(), common)
+            torch.save(session.local_state_dict(), own)
+    return found, flat(list(model.parameters())).tolist()
+
+
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+def test_a_run_with_residuals_resumes_bit_for_bit(method, tmp_path):
+    whole, parts = (
+        values(run(train_in_parts, WORKERS, method, str(tmp_path), ends))
+        for ends in [(STEPS,), (2, 3, STEPS)]
+    )
+    assert parts == whole
+
+
+def test_residuals_of_another_step_or_model_are_refused():
+    model = Matrices()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with offbeat.join(model, optimizer, AllReduce(compress="topk:0.02")) as session:
+        state = session.local_state_dict()
+        with pytest.raises(OffbeatError, match="worker 0's state of step 0, got that of step 7"):
+            session.load_local_state_dict({**state, "step": 7})
+        with pytest.raises(OffbeatError, match="for 'other' \\(no such parameter here\\)"):
+            session.load_local_state_dict({**state, "synchronizer": {"residuals": {"other": torch.ones(3)}}})
+        with pytest.raises(OffbeatError, match="3 elements for 'bias' \\(20 here\\)"):
+            session.load_local_state_dict({**state, "synchronizer": {"residuals": {"bias": torch.ones(3)}}})
+
+
 def test_complex_gradients_are_sent_whole():
     found, other = values(run(complex_gradient, 2))
     assert found == other

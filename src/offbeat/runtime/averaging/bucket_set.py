@@ -6,11 +6,13 @@ This module never decides when a round begins, nor whether it is repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
+from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
@@ -18,6 +20,20 @@ from offbeat.runtime.averaging.compressed_buckets import EXCHANGES_MAX, Compress
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
+
+
+class CompressorState(TypedDict):
+    """What a checkpoint holds of one bucket's compressor.
+
+    Attributes:
+        compression: the method with its options.
+        parameters: names of those in the bucket.
+        state: see `Compressor.sum`.
+    """
+
+    compression: str
+    parameters: list[str]
+    state: Any
 
 
 class BucketSet:
@@ -61,6 +77,8 @@ class BucketSet:
         self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
         self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
+        name_of: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
+        self._names = [name_of[parameter] for parameter in parameters]
         self._workers, self._bucket_bytes = workers, bucket_bytes
         self.group: GroupHandle | None = None
         self.scale: float | None = None
@@ -357,3 +375,53 @@ class BucketSet:
     def _expect_all(self) -> None:
         for bucket in self._buckets:
             bucket.missing_count = bucket.gradient_count
+
+    # Checkpoints ---------------------------------------------------------------------------------------
+
+    def compressor_states(self) -> list[CompressorState]:
+        """Return the compressors' states, which are the same on all members."""
+        return [
+            {"compression": str(self._compression), "parameters": self._names_in(bucket), "state": state}
+            for bucket in self._buckets
+            if isinstance(bucket, CompressedBucket) and (state := bucket.state) is not None
+        ]
+
+    def load_compressor_states(self, states: Sequence[CompressorState]) -> None:
+        """Restore `compressor_states`, the same on all members of the current group.
+
+        A bucket begins without a state if the saved buckets hold other parameters, or another compression.
+        """
+        handle = None if self._binding is None else self._binding.handle
+        if handle is None:
+            return
+        state_of = {(one["compression"], *one["parameters"]): one["state"] for one in states}
+        for bucket in self._buckets:
+            if isinstance(bucket, CompressedBucket):
+                key = (str(self._compression), *self._names_in(bucket))
+                bucket.load_state(state_of.get(key), handle.exchange)
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """Return this worker's residuals by the parameters' names, in memory that later rounds change."""
+        return {self._names[entry]: residual for entry, residual in self._residuals.items()}
+
+    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Replace this worker's residuals; those of gradients that are not compressed now are dropped.
+
+        Raises:
+            OffbeatError: a residual is not that of a parameter, or has another number of elements.
+        """
+        entry_of = {name: entry for entry, name in enumerate(self._names)}
+        for name, residual in residuals.items():
+            expected = self._parameters[entry_of[name]].numel() if name in entry_of else "no such parameter"
+            if residual.numel() != expected:
+                raise OffbeatError(
+                    f"expected residuals of this model, got one of {residual.numel()} elements for {name!r} "
+                    f"({expected} here): load the state that a worker of the same job has saved"
+                )
+        self._residuals.clear()
+        for bucket in self._buckets:
+            if isinstance(bucket, CompressedBucket):
+                bucket.load_residuals({entry_of[name]: one for name, one in residuals.items()})
+
+    def _names_in(self, bucket: GradientBucket) -> list[str]:
+        return [self._names[entry] for entry in bucket.entries[: bucket.gradient_count]]

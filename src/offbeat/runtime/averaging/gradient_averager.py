@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.writes import check_all_wrote
+
+_COMPRESSORS: Final = "compressors"  # in a checkpoint
+_RESIDUALS: Final = "residuals"
 
 
 class GradientAverager:
@@ -310,6 +313,22 @@ class GradientAverager:
     def flush(self) -> None:
         """See `Averager.flush`: the steps of skipped rounds are left."""
         self._catch_up()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Averager.state_dict`: the compressors' states."""
+        return {_COMPRESSORS: states} if (states := self._buckets.compressor_states()) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Averager.load_state_dict`."""
+        self._buckets.load_compressor_states(state.get(_COMPRESSORS, []))
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """See `Averager.local_state_dict`: the residuals of compressed gradients."""
+        return {_RESIDUALS: residuals} if (residuals := self._buckets.residuals()) else {}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Averager.load_local_state_dict`."""
+        self._buckets.load_residuals(state.get(_RESIDUALS, {}))
 
     def _catch_up(self) -> None:
         if self._skipped is not None:

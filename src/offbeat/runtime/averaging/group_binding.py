@@ -158,6 +158,11 @@ class GroupBinding:
         """The state of the group protocol, to be read; `finish_round` and `finish_step` here advance it."""
         return self._membership
 
+    @property
+    def handle(self) -> GroupHandle | None:
+        """The last handle that was opened."""
+        return self._handle
+
     def acquire(self, *, wait: bool, may_replace_state: bool = False) -> GroupHandle | None:
         """Return this worker's handle for the next exchange, or None if no group has this worker.
 

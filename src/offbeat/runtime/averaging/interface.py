@@ -113,6 +113,22 @@ class Averager(Protocol):
     def flush(self) -> None:
         """Complete all outstanding work at the end of the loop."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beyond model and optimizers, the same on all members."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `state_dict`, possibly of another averager; all members load the same."""
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this worker alone."""
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `local_state_dict`, possibly of another averager.
+
+        Raises:
+            OffbeatError: it is of another model.
+        """
+
 
 def split_float64(values: Sequence[float]) -> list[float]:
     """Split float64 values into `FLOAT32_PER_FLOAT64` float32 numbers each, whose sum is the value to its

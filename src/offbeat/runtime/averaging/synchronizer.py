@@ -390,13 +390,25 @@ class GroupSynchronizer:
 
     def state_dict(self) -> dict[str, Any]:
         """See `Synchronizer.state_dict`."""
-        return {}
+        return self.averager.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         """See `Synchronizer.load_state_dict`."""
         self.averager.apply_deferred_step()
+        self.averager.load_state_dict(state)
         if self.binding is not None:
             self.binding.membership.step = step
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.local_state_dict`; nothing on an excluded worker, which drops it."""
+        if not self.has_current_state:
+            return {}
+        self.averager.apply_deferred_step()
+        return self.averager.local_state_dict()
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_local_state_dict`."""
+        self.averager.load_local_state_dict(state)
 
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`."""

@@ -464,6 +464,20 @@ class LayerAverager:
             self._context.writes.mark()
             self._context.timer.switch(part)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Averager.state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Averager.load_state_dict`."""
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """See `Averager.local_state_dict`."""
+        return {}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Averager.load_local_state_dict`."""
+
     def flush(self) -> None:
         """Apply the last step at the end of the loop, and make pending gradients plain tensors.
 

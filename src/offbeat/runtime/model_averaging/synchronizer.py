@@ -243,6 +243,13 @@ class ModelAveragingSynchronizer:
         elif step and self.is_leader:
             _log.warning("the checkpoint has no state of an outer optimizer: its momentum begins at zero")
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.local_state_dict`."""
+        return {}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_local_state_dict`."""
+
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`."""
 

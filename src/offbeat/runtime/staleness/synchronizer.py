@@ -259,6 +259,13 @@ class ServerSynchronizer:
             raise OffbeatError("training has begun already: load a state before the first step")
         self._steps = step
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """See `Synchronizer.local_state_dict`."""
+        return {}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Synchronizer.load_local_state_dict`."""
+
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`.
 

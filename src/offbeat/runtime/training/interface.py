@@ -243,6 +243,16 @@ class Synchronizer(Protocol):
             OffbeatError: training has begun already, or `state` is of another model.
         """
 
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this worker alone; often nothing."""
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a `local_state_dict`, possibly of another strategy's synchronizer.
+
+        Raises:
+            OffbeatError: it is of another model.
+        """
+
     def complete_state(self) -> None:
         """Complete model and optimizer, so that they can be saved.
 
