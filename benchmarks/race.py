@@ -7,11 +7,11 @@ counted at the same place, the host's interface. Gradients are computed on real 
 (`benchmarks.timed.Stretch`) to longer than all workers together need the cores for. What is slow takes a
 multiple of that. The rows contain the share of steps for which the stretched time was too short.
 
-Each worker copies its model at intervals of its own clock and keeps the copies; after the training, a *curve*
-is computed from them. At each of its points every worker's model is the last one that it had copied by then;
-the accuracy is that of the mean of these models, and the *consensus distance* the root mean square of their
-distances to it. The time begins when all workers have begun. Where all models are the same in every step
-(lockstep), their copies differ by at most what one interval has changed.
+Each worker keeps a copy of its model from the first step that ends after each of several *marks*, times that
+are the same for all workers; after the training, a *curve* is computed from them. At each of its points every
+worker's model is the copy for one mark, or its last one, and the point's time is that of the latest of these
+copies. The accuracy is that of the mean of these models, and the *consensus distance* the root mean square of
+their distances to it. The time begins when all workers have begun.
 
 The *time to lockstep's accuracy* is when the line through a curve's points first reaches the accuracy that
 lockstep (`bsp`) has at its end. All but lockstep train for one more epoch, so that one which needs some more
@@ -158,26 +158,30 @@ class RaceCurve:
 def curve_points(
     recordings: Sequence[Recording], interval_s: float, evaluate: Callable[[torch.Tensor], float]
 ) -> tuple[RacePoint, ...]:
-    """Return the points of a curve, one for each interval and one for the end.
+    """Return the points of a curve, one for the begin, one for each mark and one for the end.
 
     Args:
         recordings: of all workers.
-        interval_s: time between two points.
+        interval_s: time between two marks.
         evaluate: returns the accuracy of a model, given as in `Recording.models`.
     """
     begin_s = max(float(one.times_s[0]) for one in recordings)
     end_s = max(float(one.times_s[-1]) for one in recordings)
-    marks = [begin_s + index * interval_s for index in range(math.ceil((end_s - begin_s) / interval_s))]
+    first_mark = math.floor(begin_s / interval_s) + 1
+    marks = [mark * interval_s for mark in range(first_mark, math.ceil(end_s / interval_s))]
     points = []
-    for now_s in (*marks, end_s):
-        at = [int(torch.searchsorted(one.times_s, now_s, right=True)) - 1 for one in recordings]
-        models = torch.stack([one.models[index] for one, index in zip(recordings, at, strict=True)])
+    for mark_s in (-math.inf, *marks, math.inf):
+        copies = [one.copy_at(mark_s) for one in recordings]
+        models = torch.stack([one.models[copy] for one, copy in zip(recordings, copies, strict=True)])
         center = models.mean(0)
+        now_s = max(float(one.times_s[copy]) for one, copy in zip(recordings, copies, strict=True))
         points.append(
             RacePoint(
                 time_s=now_s - begin_s,
-                samples=sum(int(one.samples[index]) for one, index in zip(recordings, at, strict=True)),
-                bytes_sent=sum(int(one.bytes_sent[index]) for one, index in zip(recordings, at, strict=True)),
+                samples=sum(one.samples_at(now_s) for one in recordings),
+                bytes_sent=sum(
+                    int(one.bytes_sent[copy]) for one, copy in zip(recordings, copies, strict=True)
+                ),
                 accuracy=evaluate(center),
                 distance=float((models - center).square().sum(1).mean().sqrt()),
             )

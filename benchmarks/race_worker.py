@@ -1,4 +1,4 @@
-"""One worker of `python -m benchmarks race`: trains, and records its model at intervals of its own clock.
+"""One worker of `python -m benchmarks race`: trains, and records its model at regular times.
 
 Gradients are computed on real data. A step is stretched (see `benchmarks.timed.Stretch`), so that workers
 need the cores only for a small part of it. Copies of the model stay in memory until the training has ended;
@@ -76,21 +76,35 @@ class RaceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What one worker recorded, M times: at its begin, after each interval, and at its end.
+    """What one worker recorded of its N steps, and M copies of its model: at begin, marks and end.
+
+    All times are of the machine's monotonic clock, float64. A mark is a multiple of the interval on it, so
+    all workers have the same marks; a copy is taken at the end of the first step that ends after one.
 
     Attributes:
-        times_s: (M,), float64; when a copy was taken, by the machine's monotonic clock.
-        samples: (M,), int64; used by this worker by then.
+        step_times_s: (N,); when a step ended.
+        step_samples: (N,), int64; used by this worker by then.
+        times_s: (M,); when a copy was taken.
         bytes_sent: (M,), int64; by this worker's host since the begin.
         models: (M, D), see `flat_model`.
         late_share: share of the steps that took longer than they should.
     """
 
+    step_times_s: Tensor
+    step_samples: Tensor
     times_s: Tensor
-    samples: Tensor
     bytes_sent: Tensor
     models: Tensor
     late_share: float
+
+    def copy_at(self, mark_s: float) -> int:
+        """Return the number of the copy for a mark; of the last one for a mark after that."""
+        return min(int(torch.searchsorted(self.times_s, mark_s)), len(self.times_s) - 1)
+
+    def samples_at(self, now_s: float) -> int:
+        """Return how many samples this worker had used at a time."""
+        steps = int(torch.searchsorted(self.step_times_s, now_s, right=True))
+        return int(self.step_samples[steps - 1]) if steps else 0
 
 
 def flat_model(model: nn.Module) -> Tensor:
@@ -126,36 +140,38 @@ class Recorder:
     def __init__(self, model: nn.Module, interval_s: float, interface: str) -> None:
         self._model, self._interval_s, self._interface = model, interval_s, interface
         self._first_bytes = bytes_sent(interface)
-        self._samples = 0
-        self._marks: list[tuple[float, int, int]] = []
+        self._steps: list[tuple[float, int]] = []
+        self._copies: list[tuple[float, int]] = []
         self._models: list[Tensor] = []
-        self._copy()
-        self._next_s = self._marks[0][0] + interval_s
+        self._copy(time.monotonic())
 
     def on_step(self, samples: int) -> None:
-        """Count the samples of a step that has ended; copy the model if an interval has passed."""
-        self._samples += samples
+        """Count the samples of a step that has ended; copy the model at the first one after a mark."""
         now_s = time.monotonic()
+        used = self._steps[-1][1] if self._steps else 0
+        self._steps.append((now_s, used + samples))
         if now_s >= self._next_s:
-            self._copy()
-            self._next_s += self._interval_s * (1 + (now_s - self._next_s) // self._interval_s)
+            self._copy(now_s)
 
     def write(self, path: Path, stretch: Stretch) -> None:
         """Copy the model a last time; write the recording."""
-        self._copy()
-        times_s, samples, sent = zip(*self._marks, strict=True)
+        self._copy(time.monotonic())
+        step_times_s, step_samples = zip(*self._steps, strict=True)
+        times_s, sent = zip(*self._copies, strict=True)
         recording = {
+            "step_times_s": torch.tensor(step_times_s, dtype=torch.float64),
+            "step_samples": torch.tensor(step_samples),
             "times_s": torch.tensor(times_s, dtype=torch.float64),
-            "samples": torch.tensor(samples),
             "bytes_sent": torch.tensor(sent) - self._first_bytes,
             "models": torch.stack(self._models),
             "late_share": stretch.late_steps / max(1, stretch.steps),
         }
         torch.save(recording, path)
 
-    def _copy(self) -> None:
-        self._marks.append((time.monotonic(), self._samples, bytes_sent(self._interface)))
+    def _copy(self, now_s: float) -> None:
+        self._copies.append((now_s, bytes_sent(self._interface)))
         self._models.append(flat_model(self._model))
+        self._next_s = (now_s // self._interval_s + 1) * self._interval_s
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import time
 import zipfile
 
 import pytest
@@ -17,7 +18,8 @@ from benchmarks.namespaces import missing
 from benchmarks.peer_environments import interpreter_with
 from benchmarks.peers import PEERS, equal_shards
 from benchmarks.race import SLOWNESS, Case, Method, RaceCurve, RacePoint, curve_points, time_of_samples
-from benchmarks.race_worker import Recording, flat_model, load_flat_model
+from benchmarks.race_worker import Recorder, Recording, flat_model, load_flat_model, read_recording
+from benchmarks.timed import Stretch
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.policies.stragglers.injection import InjectedSlowness, parse_slow_rule
@@ -50,19 +52,29 @@ def test_cases_and_methods_have_the_names_of_figures():
 # Curves -----------------------------------------------------------------------------------------------------
 
 
-def recording(times_s, samples, models, bytes_sent=None):
+def recording(steps, times_s, models, bytes_sent):
+    step_times_s, samples = zip(*steps, strict=True)
     return Recording(
+        step_times_s=torch.tensor(step_times_s, dtype=torch.float64),
+        step_samples=torch.tensor(samples),
         times_s=torch.tensor(times_s, dtype=torch.float64),
-        samples=torch.tensor(samples),
-        bytes_sent=torch.tensor(bytes_sent or [0] * len(times_s)),
+        bytes_sent=torch.tensor(bytes_sent),
         models=torch.tensor(models),
         late_share=0.0,
     )
 
 
-def test_a_curve_has_the_mean_of_the_last_models_that_the_workers_copied_by_then():
-    first = recording([10.0, 11.0, 12.0], [0, 5, 9], [[0.0, 0.0], [2.0, 0.0], [4.0, 0.0]], [0, 7, 8])
-    second = recording([10.5, 12.75], [0, 3], [[0.0, 0.0], [0.0, 4.0]], [0, 10])
+def test_a_curve_has_the_mean_of_the_models_that_the_workers_copied_for_each_mark():
+    # Marks at 10, 11 and 12 s; the second worker's one step of that time goes beyond two of them.
+    first = recording(
+        [(10.75, 4), (11.125, 5), (11.5, 8), (12.25, 9), (12.75, 11)],
+        [10.25, 11.125, 12.25, 12.75],
+        [[0.0, 0.0], [2.0, 0.0], [4.0, 0.0], [5.0, 0.0]],
+        [0, 7, 8, 9],
+    )
+    second = recording(
+        [(10.75, 1), (12.5, 3)], [10.5, 12.5, 12.5], [[0.0, 0.0], [0.0, 4.0], [0.0, 4.0]], [0, 10, 10]
+    )
     evaluated = []
 
     def evaluate(model):
@@ -70,13 +82,39 @@ def test_a_curve_has_the_mean_of_the_last_models_that_the_workers_copied_by_then
         return 0.5
 
     points = curve_points([first, second], 1.0, evaluate)
-    # From 10.5 s on, when both had begun, until 12.75 s.
-    assert [point.time_s for point in points] == [0.0, 1.0, 2.0, 2.25]
-    assert [point.samples for point in points] == [0, 5, 9, 12]
-    assert [point.bytes_sent for point in points] == [0, 7, 8, 18]
-    assert evaluated == [[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [2.0, 2.0]]
-    # Root mean square: each of the two is 1, 2 and the root of 8 from the mean.
-    assert [point.distance for point in points] == pytest.approx([0.0, 1.0, 2.0, 8**0.5])
+    # From 10.5 s on, when both had begun.
+    assert [point.time_s for point in points] == [0.0, 2.0, 2.0, 2.25]
+    assert [point.samples for point in points] == [0, 12, 12, 14]
+    assert [point.bytes_sent for point in points] == [0, 17, 18, 19]
+    assert evaluated == [[0.0, 0.0], [1.0, 2.0], [2.0, 2.0], [2.5, 2.0]]
+    # Root mean square of two distances from their mean, which are equal.
+    assert [point.distance for point in points] == pytest.approx([0.0, 5**0.5, 8**0.5, 10.25**0.5])
+
+
+def test_a_recorder_copies_at_the_first_step_after_each_mark(tmp_path):
+    model, interval_s = nn.Linear(1, 1, bias=False, dtype=torch.float64), 1 / 64
+    recorder = Recorder(model, interval_s, "lo")
+    began_s, steps = time.monotonic(), 0
+    while time.monotonic() < began_s + 5 * interval_s:
+        steps += 1
+        model.weight.data.fill_(steps)
+        recorder.on_step(2)
+    recorder.write(tmp_path / "0.pt", Stretch(model, 0.1))
+    found = read_recording(tmp_path / "0.pt")
+    assert found.step_samples.tolist() == [2 * step for step in range(1, steps + 1)]
+    step_marks, copy_marks = (found.step_times_s // interval_s).tolist(), []
+    last = found.times_s[0] // interval_s
+    for number, mark in enumerate(step_marks, start=1):
+        if mark > last:
+            copy_marks.append(number)
+            last = mark
+    assert len(copy_marks) >= 1
+    assert found.models[1:-1].flatten().tolist() == copy_marks
+    assert found.times_s[1:-1].tolist() == [found.step_times_s[number - 1] for number in copy_marks]
+    assert found.models[-1].item() == steps
+    assert found.samples_at(found.times_s[0] - 1) == 0
+    assert found.samples_at(found.step_times_s[0]) == 2
+    assert found.samples_at(found.times_s[-1]) == 2 * steps
 
 
 @pytest.mark.parametrize(("samples", "time_s"), [(100, 10.0), (150, 15.0), (200, 20.0), (201, None)])
