@@ -6,8 +6,9 @@ import math
 from typing import ClassVar, Literal
 
 from offbeat.errors import OffbeatError
-from offbeat.numerics.compressors.registry import parse_compression
+from offbeat.numerics.compressors.registry import AUTO, parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
+from offbeat.runtime.averaging.compression_trial import CompressionTrial
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
@@ -65,7 +66,7 @@ class GroupAveraging:
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1 byte, got {self.bucket_bytes}")
-        if self.compress is not None:
+        if self.compress not in (None, AUTO):
             parse_compression(self.compress)
 
     def make_worker_protocol(self, worker: int) -> GroupProtocol:
@@ -101,7 +102,8 @@ class GroupAveraging:
                 skipped=None
                 if binding is None
                 else self._make_skipped_rounds(loop, trained, binding, context),
-                compression=None if self.compress is None else parse_compression(self.compress),
+                compression=None if self.compress in (None, AUTO) else parse_compression(self.compress),
+                trial=CompressionTrial() if self.compress == AUTO else None,
             )
 
         return GroupSynchronizer(

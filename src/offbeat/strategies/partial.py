@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from offbeat.numerics.compressors.registry import AUTO
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.monitor import MonitoringMode
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -128,6 +129,11 @@ class PartialAllReduce(_PartialAveraging):
         if self.quorum is not None and self.shards != "dynamic":
             raise ValueError(
                 "a quorum needs shards=dynamic: with equal shards the samples of late workers are left over"
+            )
+        if self.compress == AUTO:
+            raise ValueError(
+                "compress=auto needs a group that does not change, as that of bsp: give a method, such as "
+                "powersgd:2"
             )
         if self.quorum is not None and self.compress is not None:
             raise ValueError("a quorum needs gradients that are sent whole: leave quorum or compress out")

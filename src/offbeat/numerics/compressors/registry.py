@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from offbeat.numerics.compressors.cast import Cast
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
 from offbeat.numerics.compressors.topk import TopK
+
+AUTO: Final = "auto"
+"""In a strategy's options: the job finds the method that makes its steps shortest."""
 
 _EXPECTED = "expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO, such as powersgd:2 or topk:0.01"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypedDict
 
 import torch
@@ -72,13 +73,10 @@ class BucketSet:
         prepares_next: bool = True,
         compression: CompressionMethod | None = None,
     ) -> None:
-        self._compression = compression
-        self._index_stride = 1 if compression is None else EXCHANGES_MAX
+        self._model, self._compression = model, compression
         self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
         self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
-        name_of: dict[torch.Tensor, str] = {one: name for name, one in model.named_parameters()}
-        self._names = [name_of[parameter] for parameter in parameters]
         self._workers, self._bucket_bytes = workers, bucket_bytes
         self.group: GroupHandle | None = None
         self.scale: float | None = None
@@ -91,6 +89,7 @@ class BucketSet:
         self._make_buckets(workers)
 
     def _make_buckets(self, capacity: int) -> None:
+        self._index_stride = 1 if self._compression is None else EXCHANGES_MAX
         self._trailer = TrailerLayout(capacity, len(self._parameters), len(self._hyperparameters()))
         self._trailer_entry = len(self._parameters) + len(self.buffers.tensors())
         self._buckets = [] if self._binding is None else self._planned_buckets(self._binding)
@@ -209,7 +208,9 @@ class BucketSet:
                 if late.has[entry]:
                     view.add_(late.gradient(entry), alpha=late.weight / self._trailer.capacity)
 
-    def fill_trailer(self, *, weight: float, writes: int, is_preempted: bool, offset_s: float) -> None:
+    def fill_trailer(
+        self, *, weight: float, writes: int, is_preempted: bool, round_s: float, offset_s: float
+    ) -> None:
         """Write this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
         assert self.group is not None
         assert self._binding is not None
@@ -221,6 +222,7 @@ class BucketSet:
             is_stale=self._is_stale,
             writes=writes,
             is_preempted=is_preempted,
+            round_s=round_s,
             offset_s=offset_s,
             has_gradient=[
                 entry in self._ready_entries
@@ -317,6 +319,7 @@ class BucketSet:
             assert bucket.means is not None
             if sums.weight:
                 bucket.commit(own_weight=self._own_weight, weight=sums.weight, used=sums.used)
+                self._forget_sent_residuals(bucket, sums)
             if sums.weight not in (0.0, 1.0):
                 bucket.means.divide(bucket.gradient_elements, sums.weight)
             for entry, view in zip(bucket.entries, bucket.means.views(), strict=True):
@@ -328,6 +331,13 @@ class BucketSet:
                     buffers[entry - len(self._parameters)].data.copy_(view)
             if sums.weight:
                 bucket.hand_over_means()
+
+    def _forget_sent_residuals(self, bucket: GradientBucket, sums: RoundSums) -> None:
+        """Forget residuals of before the compression changed, which a bucket that keeps none has sent."""
+        if self._residuals and self._own_weight and not bucket.keeps_residuals:
+            for entry in bucket.entries[: bucket.gradient_count]:
+                if sums.used[entry]:
+                    self._residuals.pop(entry, None)
 
     # A round begins again, or is over ------------------------------------------------------------------
 
@@ -355,6 +365,11 @@ class BucketSet:
         self.scale = None
         self._is_stale = self.launched > 0
         self._expect_all()
+
+    def change_compression(self, compression: CompressionMethod | None) -> None:
+        """Compress in another way from the next round on; to be called before `end_round`, on all members."""
+        self._compression = compression
+        self._make_buckets(self._trailer.capacity)
 
     def end_round(self) -> None:
         """End a round; prepare memory, so that other members can begin the next before this worker does."""
@@ -405,7 +420,7 @@ class BucketSet:
         return {self._names[entry]: residual for entry, residual in self._residuals.items()}
 
     def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace this worker's residuals; those of gradients that are not compressed now are dropped.
+        """Replace this worker's residuals, which are added to its next gradients, however these are sent.
 
         Raises:
             OffbeatError: a residual is not that of a parameter, or has another number of elements.
@@ -419,9 +434,15 @@ class BucketSet:
                     f"({expected} here): load the state that a worker of the same job has saved"
                 )
         self._residuals.clear()
-        for bucket in self._buckets:
-            if isinstance(bucket, CompressedBucket):
-                bucket.load_residuals({entry_of[name]: one for name, one in residuals.items()})
+        for name, residual in residuals.items():
+            dtype = summed_dtype(self._parameters[entry_of[name]])
+            self._residuals[entry_of[name]] = residual.flatten().to(dtype, copy=True)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The parameters' names in the model."""
+        name_of: dict[torch.Tensor, str] = {one: name for name, one in self._model.named_parameters()}
+        return [name_of[parameter] for parameter in self._parameters]
 
     def _names_in(self, bucket: GradientBucket) -> list[str]:
         return [self._names[entry] for entry in bucket.entries[: bucket.gradient_count]]

@@ -263,6 +263,11 @@ class GradientBucket:
         """Return what calls back when the memory may be sent and received into; None for now."""
         return None
 
+    @property
+    def keeps_residuals(self) -> bool:
+        """Whether `commit` keeps what the sums lack of this worker's gradients: here, they lack nothing."""
+        return False
+
     # Reusing the memory ----------------------------------------------------------------------------------
 
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:

@@ -22,7 +22,7 @@ This module decides nothing about rounds.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -133,6 +133,11 @@ class CompressedBucket(GradientBucket):
         self._next_residual, self._spare_residual = self._spare_residual, residual
 
     @property
+    def keeps_residuals(self) -> bool:
+        """See `GradientBucket.keeps_residuals`."""
+        return self._compressor.keeps_residual
+
+    @property
     def state(self) -> Any:
         """The compressor's state, the same on all members; None before a round counts."""
         return self._state
@@ -140,15 +145,6 @@ class CompressedBucket(GradientBucket):
     def load_state(self, state: Any, exchange: Exchange) -> None:
         """Go on with a compressor's state, which all members of this exchange load."""
         self._state, self._exchange = state, exchange
-
-    def load_residuals(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Go on with the residuals of this bucket's entries, if the compressor keeps any."""
-        if not len(self._spare_residual):
-            return
-        for position, entry in enumerate(self.entries[: self.gradient_count]):
-            if entry in residuals:
-                view = self.contribution.views[position]
-                self._residuals[entry] = residuals[entry].flatten().to(view.dtype, copy=True)
 
     def end_round(self) -> None:
         """See `GradientBucket.end_round`."""

@@ -8,6 +8,7 @@ never touches the optimizer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.runtime.averaging.bucket_set import BucketSet
+from offbeat.runtime.averaging.compression_trial import CompressionTrial
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
@@ -36,6 +38,8 @@ from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 from offbeat.runtime.training.pass_timer import PassTimer
 from offbeat.runtime.training.saved_gradients import SavedGradients
 from offbeat.runtime.training.writes import check_all_wrote
+
+_log = logging.getLogger("offbeat")
 
 _COMPRESSORS: Final = "compressors"  # in a checkpoint
 _RESIDUALS: Final = "residuals"
@@ -66,6 +70,7 @@ class GradientAverager:
         skipped: takes part in rounds that this worker is too late for; None where it may not be late. With
             it, no bucket is sent before the backward pass has ended: a round has all gradients or none.
         compression: of gradients; None for none.
+        trial: finds the compression instead, where the group does not change; None without one.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
@@ -86,8 +91,10 @@ class GradientAverager:
         timeout_s: float,
         skipped: SkippedRounds | None = None,
         compression: CompressionMethod | None = None,
+        trial: CompressionTrial | None = None,
     ) -> None:
         self._model = model
+        self._trial = trial
         self._skipped = skipped
         self._binding = binding
         self._context = context
@@ -114,6 +121,7 @@ class GradientAverager:
         self._unsent_weight = 0.0
         self._passes = PassTimer(context.timer, context.device, context.on_computed)
         self._round_end_s = context.timer.switch("other")
+        self._round_s = 0.0  # how long the last round took, from the end of the one before
         self._averaged = AveragedGradients(self._parameters)
         self._batch_weight = 1.0
         self._contributed_blocks = (0, 0)  # blocks behind the round's gradients: own, other workers' for it
@@ -265,6 +273,7 @@ class GradientAverager:
             if sums is not None:
                 self._apply_means(sums)
                 offsets_s = sums.offsets_s
+                self._continue_trial(sums)
             else:
                 self._binding.late_gradients.send_gradient(self._unsent_weight)
         if self._buckets.group is None:
@@ -388,6 +397,7 @@ class GradientAverager:
             weight=self._unsent_weight,
             writes=len(self._written),
             is_preempted=self._context.has_preemption_signal,
+            round_s=self._round_s,
             offset_s=offset_s,
         )
         self._buckets.launch_all_but_last()
@@ -412,9 +422,20 @@ class GradientAverager:
         if not sums.weight:  # no member had a sample
             self._saved_gradients.put_back()
 
+    def _continue_trial(self, sums: RoundSums) -> None:
+        """Change the compression if the trial has come to the next one, or to its end."""
+        group, trial = self._buckets.group, self._trial
+        if group is None or trial is None or trial.chosen is not None:
+            return
+        if trial.end_round(sums.round_s / group.size):
+            self._buckets.change_compression(trial.method)
+        if trial.chosen is not None and not group.position:
+            _log.info(str(trial))
+
     def _end_round(self, offset_s: float, offsets_s: Sequence[float]) -> None:
         timer = self._context.timer
-        self._round_end_s = timer.switch("other")
+        began_s, self._round_end_s = self._round_end_s, timer.switch("other")
+        self._round_s = self._round_end_s - began_s
         if offsets_s:
             timer.move("communicate", "wait", max(offsets_s) - offset_s)
         self._passes.end_round()

@@ -217,7 +217,11 @@ class SkippedRounds:
 
     def _exchange(self, buckets: BucketSet) -> RoundSums:
         buckets.fill_trailer(
-            weight=0.0, writes=0, is_preempted=self._context.has_preemption_signal, offset_s=0.0
+            weight=0.0,
+            writes=0,
+            is_preempted=self._context.has_preemption_signal,
+            round_s=0.0,
+            offset_s=0.0,
         )
         buckets.launch_all_but_last()
         buckets.launch_last((0, 0))

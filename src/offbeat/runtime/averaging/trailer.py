@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from offbeat.runtime.averaging.interface import FLOAT32_PER_FLOAT64, join_float64, split_float64
 
-_FLAGS = 4  # weights, members with a stale bucket, program writes, members with a preemption signal
+_FLAGS = 5  # weights, members with a stale bucket, writes, members with a preemption signal, times
 _LISTS = 3  # with one number per member: offsets, own blocks, late blocks
 
 
@@ -23,6 +23,8 @@ class RoundSums:
         stale: members that have changed a gradient after they sent its bucket.
         writes: of the program, on all members.
         preempted: members that know of a preemption signal.
+        round_s: of all members, how long the round before took, from the end of the one before that, in
+            seconds.
         offsets_s: by member, when it began the round, in seconds since its previous round.
         contributions: by member, numbers of blocks in its gradients: its own, late ones.
         used: by parameter, not 0 if a member has a gradient.
@@ -32,6 +34,7 @@ class RoundSums:
     stale: float
     writes: float
     preempted: float
+    round_s: float
     offsets_s: Sequence[float]
     contributions: Sequence[tuple[int, int]]
     used: Sequence[float]
@@ -74,6 +77,7 @@ class TrailerLayout:
         is_stale: bool,
         writes: int,
         is_preempted: bool,
+        round_s: float,
         offset_s: float,
         has_gradient: Sequence[bool],
         hyperparameters: Sequence[float],
@@ -84,7 +88,7 @@ class TrailerLayout:
             position: the member's position; only position 0 contributes hyperparameters.
         """
         values = [0.0] * self.length
-        values[:_FLAGS] = weight, float(is_stale), float(writes), float(is_preempted)
+        values[:_FLAGS] = weight, float(is_stale), float(writes), float(is_preempted), round_s
         values[_FLAGS + position] = offset_s
         first = self._used_start
         values[first : first + self.parameters] = map(float, has_gradient)
@@ -101,12 +105,13 @@ class TrailerLayout:
         """Return the sums over a group of this size."""
         indices = [self.block_indices(position) for position in range(size)]
         first = self._used_start
-        weight, stale, writes, preempted = values[:_FLAGS]
+        weight, stale, writes, preempted, round_s = values[:_FLAGS]
         return RoundSums(
             weight=weight,
             stale=stale,
             writes=writes,
             preempted=preempted,
+            round_s=round_s,
             offsets_s=values[_FLAGS : _FLAGS + size],
             contributions=[(int(values[own]), int(values[late])) for own, late in indices],
             used=values[first : first + self.parameters],
