@@ -545,7 +545,7 @@ class CompressionOptions:
         list[str] | None,
         typer.Option(
             help="A strategy, ddp, ddp:fp16 or ddp:powersgd:RANK; by default bsp with and without "
-            "compress=bf16, fp16 and powersgd:2, and the three of DDP; repeatable."
+            "compress=bf16, fp16, powersgd:2 and auto, and the three of DDP; repeatable."
         ),
     ] = None
     model: Model = "resnet18"

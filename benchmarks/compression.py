@@ -28,12 +28,13 @@ from torch.utils.data import TensorDataset
 
 from benchmarks import compression_accuracy, runs
 from benchmarks.commands import CompressionOptions
-from benchmarks.ddp_hooks import DENSE, METHODS, check_method, hook_like, is_ddp, wrap
+from benchmarks.ddp_hooks import AUTO, DENSE, METHODS, check_method, hook_like, is_ddp, wrap
 from benchmarks.gloo import GlooSide
 from benchmarks.namespaces import FREE, Host, bytes_sent, hosts, parse_rate
 from benchmarks.timed import ModelTimes, TimedModel
 from benchmarks.workers import print_progress, read_settings, run_workers, send_result
 from offbeat.cli.result import Result, figure_part, machine
+from offbeat.runtime.averaging.compression_trial import ROUNDS
 from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.session import join
@@ -88,9 +89,11 @@ class Measured:
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return bytes relative to dense gradients', step times, and strategies' ratios to DDP's hooks.
 
-    Bytes are means over the lines. What a method would be compared with, and did not run, has no figure.
+    Bytes are means over the lines. What a method would be compared with, and did not run, has no figure. The
+    automatic choice is compared with the fastest strategy on each line, and with dense gradients.
     """
     found: dict[str, float] = {}
+    best_s: dict[str, float] = {}
     sent: dict[str, list[float]] = {}
     for row in rows:
         sent.setdefault(row["method"], []).append(row["bytes_per_step"])
@@ -105,6 +108,15 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         hook = (hook_like(method), line)
         if not is_ddp(method) and hook in step_s:
             found[f"step_ratio_to_torch_hook_{name}"] = time_s / step_s[hook]
+        if not is_ddp(method) and method != AUTO:
+            best_s[line] = min(time_s, best_s.get(line, time_s))
+    for name, compared_s in (
+        ("best", best_s),
+        ("dense", {line: time_s for (method, line), time_s in step_s.items() if method == DENSE}),
+    ):
+        ratios = [step_s[AUTO, line] / compared_s[line] for line in compared_s if (AUTO, line) in step_s]
+        if ratios:
+            found[f"auto_to_{name}_ratio_max"] = max(ratios)
     return found
 
 
@@ -231,17 +243,22 @@ def _measure_block(settings: CompressionRun, method: str, gradients: Mapping[str
     assert isinstance(model, TimedModel)
     model.set_gradients(gradients)
     optimizer = runs.optimizer_of(model)
-    steps = _WARM_UP_STEPS + settings.steps
+    warm_up_steps = _WARM_UP_STEPS + (ROUNDS if method == AUTO else 0)
+    steps = warm_up_steps + settings.steps
     if is_ddp(method):
-        return _steps(wrap(model, method), optimizer, range(steps), settings)
+        return _steps(wrap(model, method), optimizer, range(steps), warm_up_steps, settings)
     with join(model, optimizer, parse_strategy(method)) as session:
         numbers = TensorDataset(torch.arange(steps * dist.get_world_size()))
         turns = (batch for _ in session.epochs(1) for batch in session.batches(numbers, 1))
-        return _steps(model, optimizer, turns, settings)
+        return _steps(model, optimizer, turns, warm_up_steps, settings)
 
 
 def _steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, turns: Iterable[object], settings: CompressionRun
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    turns: Iterable[object],
+    warm_up_steps: int,
+    settings: CompressionRun,
 ) -> Measured:
     """Make a step for each turn; the first ones warm up."""
     x, y = runs.batch(1, settings.seed, timed=True)
@@ -251,8 +268,8 @@ def _steps(
         ends_s.append(time.perf_counter())
         sent.append(bytes_sent(settings.interface))
         cpu_s.append(time.process_time())
-    first = _WARM_UP_STEPS - 1
-    steps = len(ends_s) - _WARM_UP_STEPS
+    first = warm_up_steps - 1
+    steps = len(ends_s) - warm_up_steps
     return Measured(
         step_s=[after - before for before, after in pairwise(ends_s[first:])],
         bytes_per_step=(sent[-1] - sent[first]) / steps,

@@ -21,12 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.strategies import parse_strategy
 
 DENSE: Final = "bsp"
+AUTO: Final = "bsp:compress=auto"
 DDP: Final = "ddp"
 DDP_FP16: Final = "ddp:fp16"
 METHODS: Final = (
     *(DENSE, DDP),
     *("bsp:compress=bf16", "bsp:compress=fp16", DDP_FP16),
     *("bsp:compress=powersgd:2", "ddp:powersgd:2"),
+    AUTO,
 )
 _DDP_POWERSGD = re.compile(r"ddp:powersgd:([1-9]\d*)")
 _COMPRESSED = re.compile(r"[:,]compress=([^,]+)")

@@ -8,7 +8,7 @@ from benchmarks import compression, compression_accuracy, runs
 from benchmarks.__main__ import main
 from benchmarks.commands import CompressionOptions
 from benchmarks.compression import figures, real_gradients
-from benchmarks.ddp_hooks import METHODS, check_method, hook_like, is_ddp
+from benchmarks.ddp_hooks import AUTO, METHODS, check_method, hook_like, is_ddp
 from benchmarks.namespaces import missing
 from offbeat.cli.result import figure_part
 
@@ -42,8 +42,8 @@ def test_a_strategy_is_compared_with_the_hook_that_compresses_as_it_does(strateg
 def test_each_strategy_is_beside_its_hook_in_what_runs_by_default():
     for method in METHODS:
         check_method(method)
-    strategies = [method for method in METHODS if not is_ddp(method)]
-    assert {hook_like(strategy) for strategy in strategies} == {*METHODS} - {*strategies}
+    strategies = [method for method in METHODS if not is_ddp(method) and method != AUTO]
+    assert {hook_like(strategy) for strategy in strategies} == {*METHODS} - {*strategies, AUTO}
 
 
 def test_figures_are_bytes_relative_to_dense_ones_and_times_on_each_line():
@@ -69,6 +69,21 @@ def test_figures_are_bytes_relative_to_dense_ones_and_times_on_each_line():
             "step_s_ddp_fp16_free": 0.6,
         }
     )
+
+
+def test_the_automatic_choice_is_compared_with_the_fastest_strategy_on_each_line():
+    rows = [
+        row("bsp", "100mbit", 1.0, 8.0),
+        row("bsp:compress=bf16", "100mbit", 1.0, 4.0),
+        row("ddp", "100mbit", 1.0, 2.0),
+        row("bsp:compress=auto", "100mbit", 1.0, 5.0),
+        row("bsp", "free", 1.0, 0.2),
+        row("bsp:compress=bf16", "free", 1.0, 0.4),
+        row("bsp:compress=auto", "free", 1.0, 0.21),
+    ]
+    found = figures(rows)
+    assert found["auto_to_best_ratio_max"] == pytest.approx(1.25)
+    assert found["auto_to_dense_ratio_max"] == pytest.approx(1.05)
 
 
 def test_without_dense_gradients_and_hooks_only_times_are_figures():
@@ -129,17 +144,21 @@ def test_compression_counts_the_bytes_of_each_method_and_times_its_steps():
     )
     result = compression.run(options, command="test")
     names = {method: figure_part(method) for method in METHODS}
+    strategies = [method for method in METHODS if not is_ddp(method) and method != AUTO]
     assert result.figures.keys() == {
         *(f"bytes_ratio_dense_to_{name}_2w" for method, name in names.items() if method != "bsp"),
         *(f"step_s_{name}_free" for name in names.values()),
-        *(f"step_ratio_to_torch_hook_{name}_free" for method, name in names.items() if not is_ddp(method)),
+        *(f"step_ratio_to_torch_hook_{names[method]}_free" for method in strategies),
+        *("auto_to_best_ratio_max", "auto_to_dense_ratio_max"),
     }
     assert all(row["step_s"] > 0.005 for row in result.rows)  # each waits for a step
     all_bytes = sum(one.nbytes for one in runs.network("mlp", None, 0).parameters())
     for row in result.rows:
         # A ring of two sends a half to be summed, and half of the sum.
         share = row["bytes_per_step"] / all_bytes
-        if "powersgd" in row["method"]:
+        if row["method"] == AUTO:
+            assert share < 1.2  # whatever it has chosen
+        elif "powersgd" in row["method"]:
             assert share < 0.1
         elif "16" in row["method"]:
             assert 0.5 < share < 0.6

@@ -17,7 +17,7 @@ def summed(layout, members):
 @pytest.mark.parametrize("capacity", [3, 4])
 def test_the_sum_of_the_members_trailers_holds_what_each_has_contributed(capacity):
     layout = TrailerLayout(capacity, parameters=2, hyperparameters=2)
-    common = {"is_stale": False, "weight": 0.25}
+    common = {"is_stale": False, "weight": 0.25, "round_s": 0.5}
     members = [
         (
             {**common, "writes": 1, "is_preempted": True, "offset_s": 1.5, "has_gradient": [True, False]}
@@ -39,6 +39,7 @@ def test_the_sum_of_the_members_trailers_holds_what_each_has_contributed(capacit
     assert len(values) == layout.length
     sums = layout.decode(values, size=len(members))
     assert (sums.weight, sums.stale, sums.writes, sums.preempted) == (0.75, 0, 3, 2)
+    assert sums.round_s == 1.5
     assert sums.offsets_s == [1.5, 2.5, 3.5]
     assert sums.contributions == [(5, 0), (0, 6), (7, 8)]
     assert [bool(one) for one in sums.used] == [True, False]

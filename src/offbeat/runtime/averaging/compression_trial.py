@@ -11,6 +11,9 @@ from offbeat.numerics.compressors.registry import parse_compression
 
 CANDIDATES: Final = ("bf16", "powersgd:2")
 _MEASURED_ROUNDS = 5
+ROUNDS: Final = (1 + len(CANDIDATES)) * (1 + _MEASURED_ROUNDS) + 1
+"""After so many rounds a trial of `CANDIDATES` is over."""
+
 _GAIN_MIN = 0.05  # of the time of a step; less is not worth what a compression changes in the gradients
 
 
