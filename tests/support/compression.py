@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offbeat.numerics.compressors.interface import Gather
+from offbeat.numerics.compressors.interface import AllGather
 
 
 class Ended(NamedTuple):
@@ -41,4 +41,4 @@ def sum_compressed(compressor, vectors, states=None):
         assert len({type(request) for request in requests}) == 1
         requested_bytes += requests[0].values.nbytes
         values = torch.stack([request.values for request in requests])
-        answer = values if isinstance(requests[0], Gather) else values.sum(0)
+        answer = values if isinstance(requests[0], AllGather) else values.sum(0)

@@ -406,7 +406,7 @@ def test_broadcast_copies_the_bits_of_any_root(groups, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
+def test_all_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
     for length in [0, 1, 17, 20_001]:
         flats = [torch.zeros(size * length, dtype=dtype) for _ in range(size)]
         for rank, flat in enumerate(flats):
@@ -414,7 +414,7 @@ def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
         exchange_id = groups[size].new_id()
         wait(
             [
-                member.gather(flat, exchange_id=exchange_id)
+                member.all_gather(flat, exchange_id=exchange_id)
                 for member, flat in zip(groups[size].members, flats, strict=True)
             ]
         )
@@ -422,9 +422,9 @@ def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
             assert torch.equal(flat, torch.cat([vector(rank, length, dtype) for rank in range(size)]))
 
 
-def test_a_gather_needs_equal_parts(groups):
+def test_an_all_gather_needs_equal_parts(groups):
     with pytest.raises(ValueError, match="equal parts for 3 members, got 7 elements in all"):
-        groups[3].members[0].gather(torch.zeros(7), exchange_id=groups[3].new_id())
+        groups[3].members[0].all_gather(torch.zeros(7), exchange_id=groups[3].new_id())
 
 
 def test_a_wait_returns_only_when_the_memory_may_be_written_again():
@@ -589,7 +589,7 @@ def torch_sums(rank, emit):
         wait([exchange.broadcast(flat, root=root, exchange_id=100 + root)])
         assert torch.equal(flat, vector(root, 1000))
     flat = torch.cat([vector(one, 10) if one == rank else torch.zeros(10) for one in range(size)])
-    wait([exchange.gather(flat, exchange_id=150)])
+    wait([exchange.all_gather(flat, exchange_id=150)])
     assert torch.equal(flat, torch.cat([vector(one, 10) for one in range(size)]))
     if size == 3:  # roots are given by their rank within the group
         part = dist.new_group([1, 2])

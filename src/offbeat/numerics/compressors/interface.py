@@ -23,7 +23,7 @@ class Sum(NamedTuple):
     values: torch.Tensor
 
 
-class Gather(NamedTuple):
+class AllGather(NamedTuple):
     """Asks for the tensors of all members.
 
     The answer has one row for each member, in their order, the same on all members.
@@ -35,7 +35,7 @@ class Gather(NamedTuple):
     values: torch.Tensor
 
 
-Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]
+Requests: TypeAlias = Generator[Sum | AllGather, torch.Tensor, Any]
 """Yields what it asks for, gets the answers, and returns the compressor's next state."""
 
 

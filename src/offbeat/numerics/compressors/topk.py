@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offbeat.numerics.compressors.interface import Gather, Requests, Sum
+from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
 
 _SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
 _SAMPLE_STRIDE = 100
@@ -78,7 +78,7 @@ class TopKCompressor:
             return
         indices = torch.cat([self._choose(vector, *span) for span in self._sparse])
         values = vector[indices]
-        received = yield Gather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
+        received = yield AllGather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
         out.zero_()
         for row in received:
             others_indices = row[-len(indices) :].long()

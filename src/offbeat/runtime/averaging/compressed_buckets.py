@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.compressors.interface import CompressionMethod, Gather, Requests
+from offbeat.numerics.compressors.interface import AllGather, CompressionMethod, Requests
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
@@ -201,10 +201,10 @@ class _CompressedSums:
         except StopIteration as end:
             self.state, self._pending = end.value, None
             return
-        if isinstance(request, Gather):
+        if isinstance(request, AllGather):
             self._answer = request.values.new_empty(self._exchange.size, len(request.values))
             self._answer[self._exchange.position] = request.values
-            self._pending = self._exchange.gather(
+            self._pending = self._exchange.all_gather(
                 self._answer.view(-1), exchange_id=self._exchange_id, index=self._take_index()
             )
         else:

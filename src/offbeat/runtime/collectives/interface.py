@@ -111,7 +111,7 @@ class Exchange(Protocol):
     ) -> PendingExchange:
         """Copy the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
 
-    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+    def all_gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
         """Copy each member's part of the 1-D tensor `flat` to all other members, in place.
 
         Args:

@@ -32,7 +32,7 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
-_GATHER = "gather"
+_ALL_GATHER = "all_gather"
 _PROGRESS_S = 0.2
 _PROGRESS_BYTES = 2048  # more than the heartbeats of all peers in that time
 _SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the I/O thread
@@ -114,10 +114,10 @@ class LinkExchange:
         """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0, None)
 
-    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
-        """See `Exchange.gather`: parts are sent on along the ring."""
+    def all_gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """See `Exchange.all_gather`: parts are sent on along the ring."""
         check_equal_parts(flat, self.size)
-        return self._begin(self._new_run(flat, _GATHER, exchange_id, index), Contribution(flat), 0, None)
+        return self._begin(self._new_run(flat, _ALL_GATHER, exchange_id, index), Contribution(flat), 0, None)
 
     def abandon(self, error: WorkerError) -> None:
         """Fail all pending and later exchanges; see `Exchange.abandon`."""
@@ -141,12 +141,12 @@ class LinkExchange:
         line_s[name] = max(time_s, line_s.get(name, 0.0))
 
     def _plan(self, operation: str | int, length: int) -> _Plan:
-        """Return the plan of an all-reduce, by its algorithm, of a broadcast, by its root, or of a gather."""
+        """Return the plan of an all-reduce (by its algorithm), a broadcast (by its root) or an all-gather."""
         plan = self._plans.get((operation, length))
         if plan is None:
             if isinstance(operation, int):
                 chosen = chain_broadcast(self.size, self.position, operation)
-            elif operation == _GATHER:
+            elif operation == _ALL_GATHER:
                 chosen = all_gather(self.size, self.position)
             else:
                 chosen = schedule(operation, self.size, self.position)
