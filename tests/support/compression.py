@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offbeat.numerics.compressors.interface import AllGather
+from offbeat.numerics.compressors.interface import AllGather, AllToAll
 
 
 class Ended(NamedTuple):
@@ -25,10 +25,10 @@ def sum_compressed(compressor, vectors, states=None):
             vectors, outs, residuals, states or [None] * len(vectors), strict=True
         )
     ]
-    ended, answer, requested_bytes = [], None, 0
+    ended, answers, requested_bytes = [], [None] * len(vectors), 0
     while True:
         requests = []
-        for call, residual in zip(calls, residuals, strict=True):
+        for call, answer, residual in zip(calls, answers, residuals, strict=True):
             try:
                 requests.append(call.send(answer))
             except StopIteration as end:
@@ -41,4 +41,10 @@ def sum_compressed(compressor, vectors, states=None):
         assert len({type(request) for request in requests}) == 1
         requested_bytes += requests[0].values.nbytes
         values = torch.stack([request.values for request in requests])
-        answer = values if isinstance(requests[0], AllGather) else values.sum(0)
+        match requests[0]:
+            case AllGather():
+                answers = [values] * len(vectors)
+            case AllToAll():
+                answers = [*values.unflatten(1, (len(vectors), -1)).transpose(0, 1)]
+            case _:
+                answers = [values.sum(0)] * len(vectors)

@@ -1,4 +1,4 @@
-"""Interface of compressors: they say what is to be summed or gathered over the members, and send nothing.
+"""Interface of compressors: they say what is to be exchanged among the members, and send nothing.
 
 A compressor sums a vector over the members of a group approximately, with fewer bytes. It yields requests,
 which its caller carries out. So the same compressor runs over real links, in a test without any, or in a
@@ -35,7 +35,20 @@ class AllGather(NamedTuple):
     values: torch.Tensor
 
 
-Requests: TypeAlias = Generator[Sum | AllGather, torch.Tensor, Any]
+class AllToAll(NamedTuple):
+    """Asks for what the members have for this one.
+
+    The answer has one row for each member, in their order: the part that it has sent to this one.
+
+    Attributes:
+        values: 1-D, as many equal parts as there are members, for each of them, in their order; unchanged
+            until the compressor has the answer.
+    """
+
+    values: torch.Tensor
+
+
+Requests: TypeAlias = Generator[Sum | AllGather | AllToAll, torch.Tensor, Any]
 """Yields what it asks for, gets the answers, and returns the compressor's next state."""
 
 

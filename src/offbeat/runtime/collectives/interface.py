@@ -122,6 +122,21 @@ class Exchange(Protocol):
             ValueError: the members cannot have equal parts, or a member may still read `flat`.
         """
 
+    def all_to_all(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
+        """Send each member its part of the 1-D tensor `flat`, which is only read.
+
+        Args:
+            flat: as many equal parts as there are members, for each of them, in their order.
+            into: receives as many parts, for this member, in the order of their senders; of the same shape
+                and dtype.
+            exchange_id, index: see `all_reduce`.
+
+        Raises:
+            ValueError: the members cannot have equal parts, or a member may still read `into`.
+        """
+
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """Call `on_progress` every 0.2 s while an exchange takes longer than that.
 

@@ -104,6 +104,13 @@ class TorchExchange:
 
         return self._run(all_gather)
 
+    def all_to_all(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
+        """See `Exchange.all_to_all`."""
+        check_equal_parts(flat, self.size)
+        return self._run(lambda group: dist.all_to_all_single(into, flat, group=group, async_op=True))
+
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """See `Exchange.report_progress`: nothing is reported."""
 
