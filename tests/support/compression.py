@@ -20,9 +20,9 @@ def sum_compressed(compressor, vectors, states=None):
     unwritten = torch.nan if compressor.keeps_residual else 0.0
     residuals = [torch.full_like(vector, unwritten) for vector in vectors]
     calls = [
-        compressor.sum(vector, out, residual, state, members=len(vectors))
-        for vector, out, residual, state in zip(
-            vectors, outs, residuals, states or [None] * len(vectors), strict=True
+        compressor.sum(vector, out, residual, state, members=len(vectors), position=position)
+        for position, (vector, out, residual, state) in enumerate(
+            zip(vectors, outs, residuals, states or [None] * len(vectors), strict=True)
         )
     ]
     ended, answers, requested_bytes = [], [None] * len(vectors), 0

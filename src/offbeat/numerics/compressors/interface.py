@@ -66,7 +66,14 @@ class Compressor(Protocol):
     keeps_residual: ClassVar[bool]
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """Sum a vector over the members.
 
@@ -76,6 +83,7 @@ class Compressor(Protocol):
             residual: memory of the same shape and dtype, for `finish_residual`; empty if none is kept.
             state: what the last call that counts has returned, the same on all members; None in a new group.
             members: their number, at least 2.
+            position: this member's index among them.
         """
 
     def finish_residual(

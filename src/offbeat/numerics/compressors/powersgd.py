@@ -62,7 +62,14 @@ class PowerSGDCompressor:
         self._layout = Layout(shapes, self._pays)
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """See `Compressor.sum`; the state is the right factors."""
         right = self._first_right(vector) if state is None else state

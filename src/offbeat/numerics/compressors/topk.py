@@ -58,7 +58,14 @@ class TopKCompressor(WritesResidual):
         self._ratio, self._layout = ratio, Layout(shapes)
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members >= 1 or not self._layout.compressed:

@@ -98,7 +98,12 @@ class CompressedBucket(GradientBucket):
             self._sums.add(own[split:], total[split:])
         if split:
             requests = self._compressor.sum(
-                own[:split], total[:split], self._next_residual, self._state, members=exchange.size
+                own[:split],
+                total[:split],
+                self._next_residual,
+                self._state,
+                members=exchange.size,
+                position=exchange.position,
             )
             self._sums.begin(requests)
         return self._sums
