@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offbeat.numerics.compressors.interface import Gather
+from offbeat.numerics.compressors.interface import AllGather, AllToAll
 
 
 class Ended(NamedTuple):
@@ -20,15 +20,15 @@ def sum_compressed(compressor, vectors, states=None):
     unwritten = torch.nan if compressor.keeps_residual else 0.0
     residuals = [torch.full_like(vector, unwritten) for vector in vectors]
     calls = [
-        compressor.sum(vector, out, residual, state, members=len(vectors))
-        for vector, out, residual, state in zip(
-            vectors, outs, residuals, states or [None] * len(vectors), strict=True
+        compressor.sum(vector, out, residual, state, members=len(vectors), position=position)
+        for position, (vector, out, residual, state) in enumerate(
+            zip(vectors, outs, residuals, states or [None] * len(vectors), strict=True)
         )
     ]
-    ended, answer, requested_bytes = [], None, 0
+    ended, answers, requested_bytes = [], [None] * len(vectors), 0
     while True:
         requests = []
-        for call, residual in zip(calls, residuals, strict=True):
+        for call, answer, residual in zip(calls, answers, residuals, strict=True):
             try:
                 requests.append(call.send(answer))
             except StopIteration as end:
@@ -41,4 +41,10 @@ def sum_compressed(compressor, vectors, states=None):
         assert len({type(request) for request in requests}) == 1
         requested_bytes += requests[0].values.nbytes
         values = torch.stack([request.values for request in requests])
-        answer = values if isinstance(requests[0], Gather) else values.sum(0)
+        match requests[0]:
+            case AllGather():
+                answers = [values] * len(vectors)
+            case AllToAll():
+                answers = [*values.unflatten(1, (len(vectors), -1)).transpose(0, 1)]
+            case _:
+                answers = [values.sum(0)] * len(vectors)

@@ -12,6 +12,7 @@ from offbeat.numerics.collectives.schedules import (
     ALGORITHMS,
     Step,
     all_gather,
+    all_to_all,
     chain_broadcast,
     cut_segments,
     direct,
@@ -241,6 +242,23 @@ def test_all_gather_copies_each_ranks_segment_to_all(workers, elements):
         assert one.elements_sent(workers * elements) == (workers - 1) * elements
 
 
+@given(st.integers(1, 17), st.integers(0, 6))
+def test_all_to_all_sends_each_rank_its_segment_of_every_other_rank(workers, elements):
+    """In each step, each rank sends to one other rank and receives what another one sends to it."""
+    schedules = [all_to_all(workers, rank) for rank in range(workers)]
+    received = [set() for _ in schedules]
+    for steps in zip(*(one.steps for one in schedules), strict=True):
+        assert sorted(step.send_to for step in steps) == [*range(workers)]
+        for rank, step in enumerate(steps):
+            assert (step.recv_segment, step.send_count, step.recv_count) == (workers + step.recv_from, 1, 1)
+            assert steps[step.recv_from].send_to == steps[step.recv_from].send_segment == rank
+            received[rank].add(step.recv_from)
+    for rank, one in enumerate(schedules):
+        assert received[rank] == {*range(workers)} - {rank}
+        assert one.elements_sent(2 * workers * elements) == (workers - 1) * elements
+        assert one.elements_received(2 * workers * elements) == (workers - 1) * elements
+
+
 def test_an_idle_rank_keeps_its_steps():
     # The last of four in a chain of one segment waits two steps for it.
     assert chain_broadcast(4, 3, root=0, parts=1).steps == (
@@ -250,7 +268,9 @@ def test_an_idle_rank_keeps_its_steps():
     )
 
 
-@pytest.mark.parametrize("make", [*ALL_REDUCES.values(), partial(chain_broadcast, root=0), all_gather])
+@pytest.mark.parametrize(
+    "make", [*ALL_REDUCES.values(), partial(chain_broadcast, root=0), all_gather, all_to_all]
+)
 @pytest.mark.parametrize(
     ("workers", "rank", "text"), [(0, 0, "1 worker"), (4, 4, "0 to 3"), (4, -1, "0 to 3")]
 )

@@ -406,7 +406,7 @@ def test_broadcast_copies_the_bits_of_any_root(groups, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.uint8], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
+def test_all_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
     for length in [0, 1, 17, 20_001]:
         flats = [torch.zeros(size * length, dtype=dtype) for _ in range(size)]
         for rank, flat in enumerate(flats):
@@ -414,7 +414,7 @@ def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
         exchange_id = groups[size].new_id()
         wait(
             [
-                member.gather(flat, exchange_id=exchange_id)
+                member.all_gather(flat, exchange_id=exchange_id)
                 for member, flat in zip(groups[size].members, flats, strict=True)
             ]
         )
@@ -422,9 +422,57 @@ def test_gather_copies_the_bits_of_each_members_part(groups, size, dtype):
             assert torch.equal(flat, torch.cat([vector(rank, length, dtype) for rank in range(size)]))
 
 
-def test_a_gather_needs_equal_parts(groups):
+def test_an_all_gather_needs_equal_parts(groups):
     with pytest.raises(ValueError, match="equal parts for 3 members, got 7 elements in all"):
-        groups[3].members[0].gather(torch.zeros(7), exchange_id=groups[3].new_id())
+        groups[3].members[0].all_gather(torch.zeros(7), exchange_id=groups[3].new_id())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_all_to_all_copies_the_bits_of_each_part_to_its_member(groups, size, dtype):
+    for length in [0, 1, 17, 20_001]:
+        flats = [vector(rank, size * length, dtype) for rank in range(size)]
+        received = [torch.full_like(flat, 99) for flat in flats]
+        exchange_id = groups[size].new_id()
+        wait(
+            [
+                member.all_to_all(flat, into, exchange_id=exchange_id)
+                for member, flat, into in zip(groups[size].members, flats, received, strict=True)
+            ]
+        )
+        for rank, into in enumerate(received):
+            parts = [vector(other, size * length, dtype)[rank * length :][:length] for other in range(size)]
+            assert torch.equal(into, torch.cat(parts))
+            assert torch.equal(flats[rank], vector(rank, size * length, dtype))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_parts_that_arrive_before_a_member_has_begun_are_kept_for_it(is_shared):
+    length = 300_000
+    with group(3) as three:
+        flats, received = [], []
+        for rank, endpoint in enumerate(three.endpoints):
+            make = partial(zeros, endpoint) if is_shared else torch.zeros
+            flats.append(make(3 * length).copy_(vector(rank, 3 * length)))
+            received.append(make(3 * length))
+        begin = [
+            partial(member.all_to_all, flat, into, exchange_id=1)
+            for member, flat, into in zip(three.members, flats, received, strict=True)
+        ]
+        pending = [begin[0](), begin[1]()]
+        for endpoint in three.endpoints[:2]:
+            assert endpoint.flush(DEADLINE_S)
+        pending.append(begin[2]())
+        wait(pending)
+        for rank, into in enumerate(received):
+            parts = [flat[rank * length : (rank + 1) * length] for flat in flats]
+            assert torch.equal(into, torch.cat(parts))
+
+
+def test_all_to_all_needs_equal_parts(groups):
+    flat = torch.zeros(7)
+    with pytest.raises(ValueError, match="equal parts for 3 members, got 7 elements in all"):
+        groups[3].members[0].all_to_all(flat, flat.clone(), exchange_id=groups[3].new_id())
 
 
 def test_a_wait_returns_only_when_the_memory_may_be_written_again():
@@ -533,6 +581,7 @@ def test_abandoning_fails_pending_and_later_exchanges():
         pending = [
             three.members[0].all_reduce(flats[0], torch.empty(1000), exchange_id=1, index=i) for i in range(2)
         ]
+        pending.append(three.members[0].all_to_all(torch.ones(999), torch.empty(999), exchange_id=1, index=2))
         error = WorkerError("worker 1 was lost", worker=1, step=5)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(pending[0].wait, DEADLINE_S)
@@ -543,6 +592,7 @@ def test_abandoning_fails_pending_and_later_exchanges():
             *pending,
             three.members[0].all_reduce(flats[1], torch.empty(1000), exchange_id=2),
             three.members[0].broadcast(flats[1], root=0, exchange_id=3),
+            three.members[0].all_to_all(torch.ones(999), torch.empty(999), exchange_id=4),
         ]:
             with pytest.raises(WorkerError) as caught:
                 one.wait(DEADLINE_S)
@@ -589,8 +639,15 @@ def torch_sums(rank, emit):
         wait([exchange.broadcast(flat, root=root, exchange_id=100 + root)])
         assert torch.equal(flat, vector(root, 1000))
     flat = torch.cat([vector(one, 10) if one == rank else torch.zeros(10) for one in range(size)])
-    wait([exchange.gather(flat, exchange_id=150)])
+    wait([exchange.all_gather(flat, exchange_id=150)])
     assert torch.equal(flat, torch.cat([vector(one, 10) for one in range(size)]))
+    for dtype in (torch.float32, torch.int8, torch.uint8):
+        for length in (0, 1, 10_007):
+            flat = vector(rank, size * length, dtype)
+            into = torch.empty_like(flat)
+            wait([exchange.all_to_all(flat, into, exchange_id=160)])
+            parts = [vector(one, size * length, dtype)[rank * length :][:length] for one in range(size)]
+            assert torch.equal(into, torch.cat(parts))
     if size == 3:  # roots are given by their rank within the group
         part = dist.new_group([1, 2])
         if rank:

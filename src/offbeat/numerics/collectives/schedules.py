@@ -4,7 +4,7 @@ A vector is cut into `Schedule.segments` segments; a `Schedule` is one rank's li
 executor over links, the simulator and the cost model read the same schedule. Nothing here touches a tensor,
 sends anything, or imports more than the standard library.
 
-Every schedule of this module guarantees:
+Every schedule of this module but `all_to_all` guarantees:
 
 - Steps are numbered alike on all ranks: in step t, rank a sends some segments to b exactly if b in step t
   receives the same segments from a. The step's index can therefore serve as the message's tag, and a rank
@@ -178,6 +178,29 @@ def all_gather(workers: int, rank: int) -> Schedule:
     _check_rank("rank", rank, workers)
     steps = tuple(_ring_gather(workers, rank, own=rank))
     return Schedule(workers=workers, rank=rank, segments=workers, steps=steps)
+
+
+def all_to_all(workers: int, rank: int) -> Schedule:
+    """Send segment k of each rank j to rank k, which receives it as segment p+j.
+
+    A vector has 2p segments: p to send, and room for those that are received. The segment of a rank for
+    itself is not copied. In step t of p-1, rank j sends to j+t and receives what j-t sends in that step.
+
+    Source: textbook (personalised exchange).
+
+    Args:
+        workers: p, at least 1; a world of one has no steps.
+        rank: j, 0 to p-1.
+
+    Raises:
+        ValueError: a count or rank is out of range.
+    """
+    _check_rank("rank", rank, workers)
+    steps = []
+    for distance in range(1, workers):
+        after, before = (rank + distance) % workers, (rank - distance) % workers
+        steps.append(Step(send_to=after, send_segment=after, recv_from=before, recv_segment=workers + before))
+    return Schedule(workers=workers, rank=rank, segments=2 * workers, steps=tuple(steps))
 
 
 def _ring_gather(workers: int, rank: int, own: int) -> list[Step]:

@@ -33,7 +33,14 @@ class Cast:
         return self
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """See `Compressor.sum`."""
         out.copy_((yield Sum(vector.to(self.dtype))))

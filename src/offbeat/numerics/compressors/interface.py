@@ -1,4 +1,4 @@
-"""Interface of compressors: they say what is to be summed or gathered over the members, and send nothing.
+"""Interface of compressors: they say what is to be exchanged among the members, and send nothing.
 
 A compressor sums a vector over the members of a group approximately, with fewer bytes. It yields requests,
 which its caller carries out. So the same compressor runs over real links, in a test without any, or in a
@@ -23,7 +23,7 @@ class Sum(NamedTuple):
     values: torch.Tensor
 
 
-class Gather(NamedTuple):
+class AllGather(NamedTuple):
     """Asks for the tensors of all members.
 
     The answer has one row for each member, in their order, the same on all members.
@@ -35,7 +35,20 @@ class Gather(NamedTuple):
     values: torch.Tensor
 
 
-Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]
+class AllToAll(NamedTuple):
+    """Asks for what the members have for this one.
+
+    The answer has one row for each member, in their order: the part that it has sent to this one.
+
+    Attributes:
+        values: 1-D, as many equal parts as there are members, for each of them, in their order; unchanged
+            until the compressor has the answer.
+    """
+
+    values: torch.Tensor
+
+
+Requests: TypeAlias = Generator[Sum | AllGather | AllToAll, torch.Tensor, Any]
 """Yields what it asks for, gets the answers, and returns the compressor's next state."""
 
 
@@ -53,7 +66,14 @@ class Compressor(Protocol):
     keeps_residual: ClassVar[bool]
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """Sum a vector over the members.
 
@@ -63,6 +83,7 @@ class Compressor(Protocol):
             residual: memory of the same shape and dtype, for `finish_residual`; empty if none is kept.
             state: what the last call that counts has returned, the same on all members; None in a new group.
             members: their number, at least 2.
+            position: this member's index among them.
         """
 
     def finish_residual(

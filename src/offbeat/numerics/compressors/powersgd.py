@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat.numerics.compressors.interface import Requests, Sum
+from offbeat.numerics.compressors.layout import Layout, drop_if_not_finite, is_matrix
 
 _RATE_MIN = 2  # a matrix is compressed if that saves more than half of its elements
 
@@ -58,35 +59,28 @@ class PowerSGDCompressor:
 
     def __init__(self, shapes: Sequence[torch.Size], rank: int, seed: int) -> None:
         self._rank, self._seed = rank, seed
-        self._matrices: list[tuple[int, int, int]] = []  # start in the vector, rows, columns
-        self._uncompressed: list[tuple[int, int]] = []  # start in the vector, elements
-        start = 0
-        for shape in shapes:
-            elements = shape.numel()
-            rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, elements)
-            if (rows + columns) * rank * _RATE_MIN < elements:
-                self._matrices.append((start, rows, columns))
-            else:
-                self._uncompressed.append((start, elements))
-            start += elements
+        self._layout = Layout(shapes, self._pays)
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """See `Compressor.sum`; the state is the right factors."""
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
-        uncompressed = [vector[start : start + elements] for start, elements in self._uncompressed]
-        first = yield Sum(torch.cat([part.flatten() for part in [*parts, *uncompressed]]))
-        pieces = first.split([part.numel() for part in [*parts, *uncompressed]])
-        for (start, elements), piece in zip(self._uncompressed, pieces[len(parts) :], strict=True):
-            out[start : start + elements] = piece
+        uncompressed = self._layout.uncompressed(vector)
+        first = yield Sum(torch.cat([*(part.flatten() for part in parts), uncompressed]))
+        *pieces, summed = first.split([*(part.numel() for part in parts), len(uncompressed)])
+        self._layout.write_uncompressed(summed, out, residual)
         if not parts:
             return []
-        left = [
-            torch.linalg.qr(piece.view_as(part)).Q
-            for piece, part in zip(pieces[: len(parts)], parts, strict=True)
-        ]
+        left = [torch.linalg.qr(piece.view_as(part)).Q for piece, part in zip(pieces, parts, strict=True)]
         parts = [m.T @ p for m, p in zip(self._as_matrices(vector), left, strict=True)]
         second = yield Sum(torch.cat([part.flatten() for part in parts]))
         right = [
@@ -101,22 +95,22 @@ class PowerSGDCompressor:
         self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
     ) -> None:
         """See `Compressor.finish_residual`: this member's part of the sum is its share."""
-        torch.sub(vector, total, alpha=share, out=residual)
-        for start, elements in self._uncompressed:
-            residual[start : start + elements] = 0
-        if not residual.sum().isfinite():
-            residual.zero_()
+        for span in self._layout.compressed:
+            torch.sub(span.of(vector), span.of(total), alpha=share, out=span.of(residual))
+        drop_if_not_finite(residual)
+
+    def _pays(self, shape: torch.Size) -> bool:
+        if not is_matrix(shape):
+            return False
+        return (shape[0] + math.prod(shape[1:])) * self._rank * _RATE_MIN < shape.numel()
 
     def _as_matrices(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            vector[start : start + rows * columns].view(rows, columns)
-            for start, rows, columns in self._matrices
-        ]
+        return [span.of(vector).view(span.shape[0], -1) for span in self._layout.compressed]
 
     def _first_right(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Return random right factors, the same on all members."""
         generator = torch.Generator(device="cpu").manual_seed(self._seed)
         return [
-            torch.randn(columns, self._rank, generator=generator, dtype=vector.dtype)
-            for _, _, columns in self._matrices
+            torch.randn(math.prod(span.shape[1:]), self._rank, generator=generator, dtype=vector.dtype)
+            for span in self._layout.compressed
         ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from offbeat.numerics.compressors.interface import Gather, Requests, Sum
+from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
+from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual
 
 _SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
 _SAMPLE_STRIDE = 100
@@ -45,7 +46,7 @@ class TopK:
         return TopKCompressor(shapes, self.ratio)
 
 
-class TopKCompressor:
+class TopKCompressor(WritesResidual):
     """Gathers the chosen elements of all members, and sums what is sent uncompressed.
 
     Args:
@@ -53,57 +54,40 @@ class TopKCompressor:
         ratio: fraction of the elements that are sent.
     """
 
-    keeps_residual: ClassVar[bool] = True
-
     def __init__(self, shapes: Sequence[torch.Size], ratio: float) -> None:
-        self._ratio = ratio
-        self._sparse: list[tuple[int, int, int]] = []  # start in the vector, elements, how many are sent
-        self._uncompressed: list[tuple[int, int]] = []  # start in the vector, elements
-        start = 0
-        for shape in shapes:
-            elements = shape.numel()
-            if len(shape) > 1:
-                self._sparse.append((start, elements, math.ceil(ratio * elements)))
-            else:
-                self._uncompressed.append((start, elements))
-            start += elements
+        self._ratio, self._layout = ratio, Layout(shapes)
 
     def sum(
-        self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
     ) -> Requests:
         """See `Compressor.sum`; there is no state."""
-        if self._ratio * members >= 1 or not self._sparse:
+        if self._ratio * members >= 1 or not self._layout.compressed:
             residual.zero_()
             out.copy_((yield Sum(vector)))
             return
-        indices = torch.cat([self._choose(vector, *span) for span in self._sparse])
+        indices = torch.cat([self._choose(vector, span) for span in self._layout.compressed])
         values = vector[indices]
-        received = yield Gather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
+        received = yield AllGather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
         out.zero_()
         for row in received:
             others_indices = row[-len(indices) :].long()
             out.index_add_(0, others_indices, row[: -len(indices)].clone().view(vector.dtype))
         residual.copy_(vector)
         residual[indices] = 0
-        if self._uncompressed:
-            spans = [(start, start + elements) for start, elements in self._uncompressed]
-            summed = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
-            pieces = summed.split([elements for _, elements in self._uncompressed])
-            for (start, stop), piece in zip(spans, pieces, strict=True):
-                out[start:stop] = piece
-                residual[start:stop] = 0
+        yield from self._layout.sum_uncompressed(vector, out, residual)
 
-    def finish_residual(
-        self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
-    ) -> None:
-        """See `Compressor.finish_residual`: `sum` has written it."""
-        if not residual.sum().isfinite():
-            residual.zero_()
-
-    def _choose(self, vector: torch.Tensor, start: int, elements: int, count: int) -> torch.Tensor:
-        """Return the indices of the `count` largest magnitudes in a tensor, of which NaN is the largest."""
-        magnitudes = vector[start : start + elements].abs()
-        if elements < _SAMPLED_FROM:
+    def _choose(self, vector: torch.Tensor, span: Span) -> torch.Tensor:
+        """Return the indices of the largest magnitudes in a tensor, of which NaN is the largest."""
+        start, count = span.start, math.ceil(self._ratio * span.elements)
+        magnitudes = span.of(vector).abs()
+        if span.elements < _SAMPLED_FROM:
             return start + magnitudes.topk(count, sorted=False).indices
         sample = magnitudes[::_SAMPLE_STRIDE]
         wanted = min(len(sample), math.ceil(_MARGIN * count / _SAMPLE_STRIDE))

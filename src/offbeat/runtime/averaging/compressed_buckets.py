@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 
-A compressor says what is to be summed or gathered, one tensor after another; each is an exchange of its own.
+A compressor says what is to be exchanged, one tensor after another; each is an exchange of its own.
 The first begins when the bucket is full, during the backward pass; the next ones begin when the loop waits
 for the buckets, in the loop's thread, since computing them would compete with the backward pass anyway.
 Buffers and the trailer are summed as they are.
@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.compressors.interface import CompressionMethod, Gather, Requests
+from offbeat.numerics.compressors.interface import AllGather, AllToAll, CompressionMethod, Requests
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
@@ -98,7 +98,12 @@ class CompressedBucket(GradientBucket):
             self._sums.add(own[split:], total[split:])
         if split:
             requests = self._compressor.sum(
-                own[:split], total[:split], self._next_residual, self._state, members=exchange.size
+                own[:split],
+                total[:split],
+                self._next_residual,
+                self._state,
+                members=exchange.size,
+                position=exchange.position,
             )
             self._sums.begin(requests)
         return self._sums
@@ -215,11 +220,20 @@ class _CompressedSums:
         except StopIteration as end:
             self.state, self._pending = end.value, None
             return
-        if isinstance(request, Gather):
+        if isinstance(request, AllGather):
             self._answer = request.values.new_empty(self._exchange.size, len(request.values))
             self._answer[self._exchange.position] = request.values
-            self._pending = self._exchange.gather(
+            self._pending = self._exchange.all_gather(
                 self._answer.view(-1), exchange_id=self._exchange_id, index=self._take_index()
+            )
+        elif isinstance(request, AllToAll):
+            members = self._exchange.size
+            self._answer = torch.empty_like(request.values).view(members, len(request.values) // members)
+            self._pending = self._exchange.all_to_all(
+                request.values,
+                self._answer.view(-1),
+                exchange_id=self._exchange_id,
+                index=self._take_index(),
             )
         else:
             self._answer = torch.empty_like(request.values)

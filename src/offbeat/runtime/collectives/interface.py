@@ -111,7 +111,7 @@ class Exchange(Protocol):
     ) -> PendingExchange:
         """Copy the 1-D tensor `flat` of the member at position `root` to all other members, in place."""
 
-    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+    def all_gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
         """Copy each member's part of the 1-D tensor `flat` to all other members, in place.
 
         Args:
@@ -120,6 +120,21 @@ class Exchange(Protocol):
 
         Raises:
             ValueError: the members cannot have equal parts, or a member may still read `flat`.
+        """
+
+    def all_to_all(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
+        """Send each member its part of the 1-D tensor `flat`, which is only read.
+
+        Args:
+            flat: as many equal parts as there are members, for each of them, in their order.
+            into: receives as many parts, for this member, in the order of their senders; of the same shape
+                and dtype.
+            exchange_id, index: see `all_reduce`.
+
+        Raises:
+            ValueError: the members cannot have equal parts, or a member may still read `into`.
         """
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:

@@ -19,6 +19,7 @@ from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.numerics.collectives.schedules import (
     Schedule,
     all_gather,
+    all_to_all,
     chain_broadcast,
     cut_segments,
     schedule,
@@ -32,7 +33,7 @@ from offbeat.runtime.transport.endpoint import Endpoint
 
 _STEP_BITS = 12
 _ID_SHIFT = _STEP_BITS + 20
-_GATHER = "gather"
+_ALL_GATHER, _ALL_TO_ALL = "all_gather", "all_to_all"
 _PROGRESS_S = 0.2
 _PROGRESS_BYTES = 2048  # more than the heartbeats of all peers in that time
 _SETTLE_BYTES_MAX = 1 << 21  # per callback: about a millisecond of the I/O thread
@@ -114,10 +115,20 @@ class LinkExchange:
         """See `Exchange.broadcast`: pieces are forwarded along a chain that begins at the root."""
         return self._begin(self._new_run(flat, root, exchange_id, index), Contribution(flat), 0, None)
 
-    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
-        """See `Exchange.gather`: parts are sent on along the ring."""
+    def all_gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """See `Exchange.all_gather`: parts are sent on along the ring."""
         check_equal_parts(flat, self.size)
-        return self._begin(self._new_run(flat, _GATHER, exchange_id, index), Contribution(flat), 0, None)
+        return self._begin(self._new_run(flat, _ALL_GATHER, exchange_id, index), Contribution(flat), 0, None)
+
+    def all_to_all(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
+        """See `Exchange.all_to_all`: parts are sent directly."""
+        check_equal_parts(flat, self.size)
+        run = self._new_run(into, _ALL_TO_ALL, exchange_id, index)
+        own = self.position
+        into.chunk(self.size)[own].copy_(flat.chunk(self.size)[own])
+        return self._begin(run, Contribution(flat), 0, None)
 
     def abandon(self, error: WorkerError) -> None:
         """Fail all pending and later exchanges; see `Exchange.abandon`."""
@@ -141,20 +152,24 @@ class LinkExchange:
         line_s[name] = max(time_s, line_s.get(name, 0.0))
 
     def _plan(self, operation: str | int, length: int) -> _Plan:
-        """Return the plan of an all-reduce, by its algorithm, of a broadcast, by its root, or of a gather."""
+        """Return the plan of an operation: an all-reduce by its algorithm, a broadcast by its root, …"""
         plan = self._plans.get((operation, length))
         if plan is None:
+            elements, into_start = length, 0
             if isinstance(operation, int):
                 chosen = chain_broadcast(self.size, self.position, operation)
-            elif operation == _GATHER:
+            elif operation == _ALL_GATHER:
                 chosen = all_gather(self.size, self.position)
+            elif operation == _ALL_TO_ALL:
+                chosen = all_to_all(self.size, self.position)
+                elements, into_start = 2 * length, length
             else:
                 chosen = schedule(operation, self.size, self.position)
             if len(chosen.steps) > 1 << _STEP_BITS:
                 raise ValueError(
                     f"expected at most {1 << _STEP_BITS} steps, got {len(chosen.steps)}: too many members"
                 )
-            plan = self._plans[operation, length] = _Plan(chosen, length)
+            plan = self._plans[operation, length] = _Plan(chosen, elements, into_start)
         return plan
 
     def _new_run(
@@ -282,6 +297,11 @@ class _Plan:
     adds to it, the data is stored in scratch memory instead: the later step's data may arrive before this
     worker has forwarded the earlier values.
 
+    Args:
+        schedule: this worker's.
+        length: of the vector.
+        into_start: the vector's first element that lies in the result's memory; those before are only sent.
+
     Attributes:
         own_sends: sends of this worker's own contribution.
         adds_to_sent: elements of its own contribution are both sent and added to.
@@ -290,7 +310,7 @@ class _Plan:
             would lie in that memory.
     """
 
-    def __init__(self, schedule: Schedule, length: int) -> None:
+    def __init__(self, schedule: Schedule, length: int, into_start: int) -> None:
         bounds = cut_segments(length, schedule.segments)
         self.steps = schedule.steps
         self.received = schedule.elements_received(length)
@@ -322,7 +342,7 @@ class _Plan:
                         self.adds_to_sent |= segment in own_sent and segment not in writer
             writer |= dict.fromkeys(received, number)
         self.scratch_elements = 0
-        self.locations = [(False, 0) for _ in self.steps]
+        self.locations = [(False, -into_start) for _ in self.steps]
         added_later: set[int] = set()
         for number, step in reversed([*enumerate(self.steps)]):
             start, stop = self.spans[number]

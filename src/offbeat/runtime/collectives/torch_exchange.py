@@ -94,15 +94,22 @@ class TorchExchange:
             lambda group: dist.broadcast(flat, dist.get_global_rank(group, root), group=group, async_op=True)
         )
 
-    def gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
-        """See `Exchange.gather`."""
+    def all_gather(self, flat: torch.Tensor, *, exchange_id: int, index: int = 0) -> PendingExchange:
+        """See `Exchange.all_gather`."""
         check_equal_parts(flat, self.size)
         parts = [*flat.chunk(self.size)]
 
-        def gather(group: dist.ProcessGroup) -> Any:
+        def all_gather(group: dist.ProcessGroup) -> Any:
             return dist.all_gather(parts, parts[self.position].clone(), group=group, async_op=True)
 
-        return self._run(gather)
+        return self._run(all_gather)
+
+    def all_to_all(
+        self, flat: torch.Tensor, into: torch.Tensor, *, exchange_id: int, index: int = 0
+    ) -> PendingExchange:
+        """See `Exchange.all_to_all`."""
+        check_equal_parts(flat, self.size)
+        return self._run(lambda group: dist.all_to_all_single(into, flat, group=group, async_op=True))
 
     def report_progress(self, on_progress: Callable[[bool], None]) -> None:
         """See `Exchange.report_progress`: nothing is reported."""

@@ -1,0 +1,94 @@
+"""Which tensors of a vector are compressed; sums of the others, and residuals that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from offbeat.numerics.compressors.interface import Requests, Sum
+
+
+class Span(NamedTuple):
+    """A tensor in a vector: its elements `start` to `stop`."""
+
+    start: int
+    stop: int
+    shape: torch.Size
+
+    @property
+    def elements(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a vector, as a view."""
+        return vector[self.start : self.stop]
+
+
+def is_matrix(shape: torch.Size) -> bool:
+    """Whether a tensor has at least two dimensions, as those with most of a model's elements have."""
+    return len(shape) > 1
+
+
+class Layout:
+    """The tensors that a vector holds, one after another: those that are compressed, and the others.
+
+    Args:
+        shapes: of the tensors.
+        is_compressed: whether a tensor of a shape is compressed.
+
+    Attributes:
+        compressed: the tensors that are compressed.
+    """
+
+    def __init__(
+        self, shapes: Sequence[torch.Size], is_compressed: Callable[[torch.Size], bool] = is_matrix
+    ) -> None:
+        self.compressed: list[Span] = []
+        self._uncompressed: list[Span] = []
+        start = 0
+        for shape in shapes:
+            span = Span(start, start + shape.numel(), shape)
+            (self.compressed if is_compressed(shape) else self._uncompressed).append(span)
+            start = span.stop
+
+    def uncompressed(self, vector: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a vector that are not compressed, one after another."""
+        return torch.cat([vector[:0], *(span.of(vector) for span in self._uncompressed)])
+
+    def write_uncompressed(self, values: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> None:
+        """Write the sums of these elements, which leave no residual.
+
+        Args:
+            values: the sums, as `uncompressed` returns elements.
+            out, residual: see `Compressor.sum`.
+        """
+        pieces = values.split([span.elements for span in self._uncompressed])
+        for span, piece in zip(self._uncompressed, pieces, strict=True):
+            span.of(out).copy_(piece)
+            span.of(residual).zero_()
+
+    def sum_uncompressed(self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> Requests:
+        """Sum these elements; see `Compressor.sum`. Without any, nothing is requested."""
+        if self._uncompressed:
+            self.write_uncompressed((yield Sum(self.uncompressed(vector))), out, residual)
+
+
+class WritesResidual:
+    """Base of compressors whose `sum` writes the residual."""
+
+    keeps_residual: ClassVar[bool] = True
+
+    def finish_residual(
+        self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float
+    ) -> None:
+        """See `Compressor.finish_residual`: `sum` has written it."""
+        drop_if_not_finite(residual)
+
+
+def drop_if_not_finite(residual: torch.Tensor) -> None:
+    """Zero a residual that is not finite: the step is lost, and later ones shall not be."""
+    if not residual.sum().isfinite():
+        residual.zero_()
