@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from offbeat.numerics.compressors.momentum import MomentumCorrecting
+from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.monitor import MonitoringMode
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -132,6 +134,12 @@ class PartialAllReduce(_PartialAveraging):
         if self.quorum is not None and self.compress is not None:
             raise ValueError("a quorum needs gradients that are sent whole: leave quorum or compress out")
         super().__post_init__()
+        compression = None if self.compress is None else parse_compression(self.compress)
+        if self.late == "join" and isinstance(compression, MomentumCorrecting):
+            raise ValueError(
+                f"late=join needs compression without momentum correction, got compress={self.compress}: use "
+                "topk:RATIO or late=drop"
+            )
 
     def _group_arguments(self) -> dict[str, Any]:
         late_arguments = {"staleness_steps_max": self.staleness} if self.late == "join" else {}

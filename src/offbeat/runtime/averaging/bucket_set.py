@@ -16,6 +16,7 @@ from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
 from offbeat.runtime.averaging.compressed_buckets import EXCHANGES_MAX, CompressedBucket
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
+from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
 
@@ -36,6 +37,7 @@ class BucketSet:
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
         prepares_next: these buckets take part in the round after one that is over, too.
         compression: of gradients; None for none.
+        momentum: of a compression with momentum correction.
 
     Attributes:
         group: for the round under way, None before it is bound.
@@ -55,8 +57,9 @@ class BucketSet:
         bucket_bytes: int,
         prepares_next: bool = True,
         compression: CompressionMethod | None = None,
+        momentum: SGDMomentum | None = None,
     ) -> None:
-        self._compression = compression
+        self._compression, self._momentum = compression, momentum
         self._index_stride = 1 if compression is None else EXCHANGES_MAX
         self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
         self._prepares_next = prepares_next
@@ -107,6 +110,7 @@ class BucketSet:
                 method=self._compression,
                 seed=index,
                 residuals=self._residuals,
+                momentum=None if self._momentum is None else self._momentum.correction,
             )
             if bucket.dtype.is_floating_point
             else GradientBucket(bucket, shapes, parameters, zeros)
@@ -182,7 +186,18 @@ class BucketSet:
         index, position = self._location_of[entry]
         view = self._buckets[index].packing_view(position)
         gradient, scale = self._parameters[entry].grad, self.scale
-        if add and gradient is not None and scale:
+        if self._momentum is not None:
+            assert self.group is not None
+            self._momentum.pack(
+                entry,
+                self._parameters[entry],
+                view,
+                scale=scale or 0.0,
+                residuals=self._residuals,
+                members=self.group.size,
+                add=add,
+            )
+        elif add and gradient is not None and scale:
             view.add_(gradient, alpha=scale)
         else:
             write_scaled(gradient, scale or 0.0, view, self._residuals.get(entry))
@@ -326,10 +341,12 @@ class BucketSet:
             bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
     def discard_gradients(self) -> None:
-        """Forget the packed gradients of a worker that contributes with weight 0, and all residuals."""
+        """Forget packed gradients, residuals and momentum of a worker, which contributes with weight 0."""
         self._ready_entries.clear()
         self.scale = 0.0
         self._residuals.clear()
+        if self._momentum is not None:
+            self._momentum.correction.clear()
 
     def forget_pass(self) -> None:
         """Forget what was packed in a backward pass that failed; its buckets are sent again."""

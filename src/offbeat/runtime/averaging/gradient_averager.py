@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.errors import OffbeatError
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.trailer import RoundSums
 from offbeat.runtime.training.backward import (
@@ -63,6 +65,7 @@ class GradientAverager:
         skipped: takes part in rounds that this worker is too late for; None where it may not be late. With
             it, no bucket is sent before the backward pass has ended: a round has all gradients or none.
         compression: of gradients; None for none.
+        momentum: of a compression with momentum correction.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
@@ -83,8 +86,9 @@ class GradientAverager:
         timeout_s: float,
         skipped: SkippedRounds | None = None,
         compression: CompressionMethod | None = None,
+        momentum: SGDMomentum | None = None,
     ) -> None:
-        self._model = model
+        self._model, self._momentum = model, momentum
         self._skipped = skipped
         self._binding = binding
         self._context = context
@@ -100,6 +104,7 @@ class GradientAverager:
             bucket_bytes=bucket_bytes,
             prepares_next=skipped is None,
             compression=compression,
+            momentum=momentum,
         )
         if binding is not None:
             binding.late_gradients.set_tensors(self._parameters, self._buckets.buffers.tensors)
@@ -132,6 +137,8 @@ class GradientAverager:
         self._hook_handles.append(self._model.register_forward_hook(SessionForwardHook(self._after_forward)))
         self._hook_handles.append(HookFreeScripting(self._model))
         self._observers = GradientObservers(self._model, self._parameters)
+        if self._momentum is not None:
+            self._momentum.attach()
         if self._skipped is not None:
             self._skipped.start()
 
@@ -139,6 +146,8 @@ class GradientAverager:
         """Remove all hooks from the model."""
         if self._skipped is not None:
             self._skipped.stop()
+        if self._momentum is not None:
+            self._momentum.detach()
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
@@ -242,7 +251,13 @@ class GradientAverager:
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
+            OffbeatError: with momentum correction, there was no step since the last round.
         """
+        if self._momentum is not None and self.rounds_since_step:
+            raise OffbeatError(
+                "with momentum correction each backward() needs an optimizer step: accumulate gradients in "
+                "session.no_sync(), or use compress=topk:RATIO"
+            )
         self._forget_failed_pass()
         self._forms.check()
         self._written = self._context.writes.pop()
@@ -280,6 +295,8 @@ class GradientAverager:
             self.drop_gradients()
         if self._skipped is not None:
             self._skipped.allow(self._obstacle_to_skipping(has_closure))
+        if self._momentum is not None:
+            self._momentum.withhold()
 
     def _obstacle_to_skipping(self, has_closure: bool) -> str:
         """Return why the step that begins is more than the optimizer's step with the means of one round."""
