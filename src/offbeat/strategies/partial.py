@@ -93,7 +93,7 @@ class PartialAllReduce(_PartialAveraging):
         grace: for a quorum, how long the late members have to become ready, in seconds; None for a quarter
             of the median of the members' last compute times.
         compress: what is sent of gradients; see `AllReduce`. A worker that receives the state of another one
-            drops the errors that it has kept. Not with a quorum.
+            drops the errors that it has kept. Not with a quorum; "dgc" and "csc" not with late="join".
 
     Raises:
         ValueError: an argument is out of range.

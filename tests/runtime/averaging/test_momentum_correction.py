@@ -25,16 +25,17 @@ from support.momentum_group import MomentumGroup
 from support.processes import run, start, values
 
 WORKERS, STEPS, LR = 3, 8, 0.1
+ROWS, FEW_ROWS = 250, 2
 STEADY = PartialAllReduce(limit=10**6, shards="equal")
 NESTEROV = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 
 
 class Layers(nn.Module):
-    """Its gradients are given: two matrices, of which the first has chunks of several kinds, and a bias."""
+    """Its gradients are given: two matrices, of which the first has several chunks, and a bias."""
 
-    def __init__(self):
+    def __init__(self, rows=ROWS):
         super().__init__()
-        self.first = nn.Parameter(torch.ones(250, 400, dtype=torch.float64))
+        self.first = nn.Parameter(torch.ones(rows, 400, dtype=torch.float64))
         self.second = nn.Parameter(torch.ones(16, 24, dtype=torch.float64))
         self.bias = nn.Parameter(torch.ones(20, dtype=torch.float64))
 
@@ -42,13 +43,10 @@ class Layers(nn.Module):
         return sum((p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True))
 
 
-SHAPES = [parameter.shape for parameter in Layers().parameters()][::-1]  # as they lie in a bucket
-LENGTH = sum(shape.numel() for shape in SHAPES)
-
-
-def gradients_of(rank, step):
+def gradients_of(rank, step, rows=ROWS):
     generator = torch.Generator().manual_seed(100 * rank + step)
-    return [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in Layers().parameters()]
+    shapes = [parameter.shape for parameter in Layers(rows).parameters()]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def flat(tensors):
@@ -76,13 +74,14 @@ def loop(rank, emit, strategy, options, killed_at=None):
     return found
 
 
-def expected_parameters(method, options, members_of_step):
+def expected_parameters(method, options, members_of_step, rows=ROWS):
     """What one process computes for all; each worker's momentum and residual stay from step to step."""
     method, settings = parse_compression(method), MomentumSettings(**options)
-    group = MomentumGroup(method, SHAPES, settings, weights=[1 / WORKERS] * WORKERS, clip=method.clip)
-    parameters = torch.ones(LENGTH, dtype=torch.float64)
+    shapes = [parameter.shape for parameter in Layers(rows).parameters()][::-1]  # as they lie in a bucket
+    group = MomentumGroup(method, shapes, settings, weights=[1 / WORKERS] * WORKERS, clip=method.clip)
+    parameters = flat(Layers(rows).parameters())
     for step, members in enumerate(members_of_step):
-        gradients = [flat(gradients_of(member, step)) for member in members]
+        gradients = [flat(gradients_of(member, step, rows)) for member in members]
         parameters = parameters - LR * group.round(gradients, parameters, members)
         yield parameters
 
@@ -181,15 +180,18 @@ def test_where_all_is_sent_training_goes_on_as_with_momentum_sgd(method, options
 
 def loop_until_three_steps_of_three(rank, emit, strategy):
     """The members and the parameters of each step, by number; a newcomer has those from where it joins."""
-    model = Layers()
+    model = Layers(FEW_ROWS)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, **NESTEROV)
     found, steps_of_three = {}, 0
     with offbeat.join(model, optimizer, strategy) as session:
         while steps_of_three < 3:
             step = session.step
-            step_of(model, optimizer, gradients_of(session.worker, step))
-            found[step] = session.members, flat(model.parameters()).numpy()
-            steps_of_three += len(session.members) == 3
+            optimizer.zero_grad()
+            model(gradients_of(session.worker, step, FEW_ROWS)).backward()
+            members = session.members
+            optimizer.step()
+            found[step] = members, flat(model.parameters()).numpy()
+            steps_of_three += len(members) == 3
             if step == 2:
                 emit("here")
     return found
@@ -205,7 +207,8 @@ def test_momentum_stays_when_a_group_grows_and_a_newcomer_begins_without():
     agree([[one[step][1] for step in newcomers] for one in (found, other, newcomers)])
     assert len(newcomers) == 3
     members_of_step = [members for members, _ in found.values()]
-    check([one for _, one in found.values()], expected_parameters("dgc:0.02", NESTEROV, members_of_step))
+    expected = expected_parameters("dgc:0.02", NESTEROV, members_of_step, FEW_ROWS)
+    check([parameters for _, parameters in found.values()], expected)
 
 
 class OtherSendsZeros:
