@@ -6,12 +6,14 @@ import math
 from typing import ClassVar, Literal
 
 from offbeat.errors import OffbeatError
+from offbeat.numerics.compressors.momentum import MomentumCorrecting
 from offbeat.numerics.compressors.registry import AUTO, parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.compression_trial import CompressionTrial
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.sgd_momentum import SGDMomentum, check_momentum
 from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
 from offbeat.runtime.control.configuration import PolicySpec
@@ -83,13 +85,17 @@ class GroupAveraging:
         """See `Strategy.make_synchronizer`.
 
         Raises:
-            OffbeatError: compressed gradients of a model on an accelerator.
+            OffbeatError: compressed gradients of a model on an accelerator, or with momentum correction and
+                another optimizer than SGD with momentum.
         """
         if self.compress is not None and trained.device.type != "cpu":
             raise OffbeatError(
                 f"expected a model on the CPU with compress={self.compress}, got one on {trained.device}: "
                 "leave compress out"
             )
+        compression = None if self.compress in (None, AUTO) else parse_compression(self.compress)
+        if isinstance(compression, MomentumCorrecting):
+            check_momentum(trained)
 
         def averaging(binding: GroupBinding | None, context: AveragerContext) -> GradientAverager:
             return GradientAverager(
@@ -102,8 +108,11 @@ class GroupAveraging:
                 skipped=None
                 if binding is None
                 else self._make_skipped_rounds(loop, trained, binding, context),
-                compression=None if self.compress in (None, AUTO) else parse_compression(self.compress),
+                compression=compression,
                 trial=CompressionTrial() if self.compress == AUTO else None,
+                momentum=SGDMomentum(trained, compression)
+                if binding is not None and isinstance(compression, MomentumCorrecting)
+                else None,
             )
 
         return GroupSynchronizer(

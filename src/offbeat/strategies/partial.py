@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from offbeat.numerics.compressors.registry import AUTO
+from offbeat.numerics.compressors.momentum import MomentumCorrecting
+from offbeat.numerics.compressors.registry import AUTO, parse_compression
 from offbeat.policies.membership.partial_groups import PartialGroups
 from offbeat.policies.stragglers.monitor import MonitoringMode
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -92,7 +93,7 @@ class PartialAllReduce(_PartialAveraging):
         grace: for a quorum, how long the late members have to become ready, in seconds; None for a quarter
             of the median of the members' last compute times.
         compress: what is sent of gradients; see `AllReduce`. A worker that receives the state of another one
-            drops the errors that it has kept. Not with a quorum.
+            drops the errors that it has kept. Not with a quorum; "dgc" and "csc" not with late="join".
 
     Raises:
         ValueError: an argument is out of range.
@@ -138,6 +139,12 @@ class PartialAllReduce(_PartialAveraging):
         if self.quorum is not None and self.compress is not None:
             raise ValueError("a quorum needs gradients that are sent whole: leave quorum or compress out")
         super().__post_init__()
+        compression = None if self.compress is None else parse_compression(self.compress)
+        if self.late == "join" and isinstance(compression, MomentumCorrecting):
+            raise ValueError(
+                f"late=join needs compression without momentum correction, got compress={self.compress}: use "
+                "topk:RATIO or late=drop"
+            )
 
     def _group_arguments(self) -> dict[str, Any]:
         late_arguments = {"staleness_steps_max": self.staleness} if self.late == "join" else {}

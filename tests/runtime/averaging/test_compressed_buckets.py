@@ -14,6 +14,7 @@ import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.compressors import powersgd
+from offbeat.numerics.compressors.momentum import MomentumCorrecting
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.buckets import write_scaled
@@ -330,9 +331,10 @@ def complex_gradient(rank, emit):
 def train_in_parts(rank, emit, method, folder, ends):
     """The gradients of a run in several parts: each begins with the states that the one before has saved."""
     found, common, own = [], f"{folder}/common", f"{folder}/{rank}"
+    momentum = 0.9 if isinstance(parse_compression(method), MomentumCorrecting) else 0.0
     for part, end in enumerate(ends):
         model = Matrices()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         with offbeat.join(model, optimizer, AllReduce(compress=method, bucket_bytes=4000)) as session:
             if part:
                 session.load_state_dict(torch.load(common))
@@ -348,7 +350,7 @@ def train_in_parts(rank, emit, method, folder, ends):
     return found, flat(list(model.parameters())).tolist()
 
 
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02", "dgc:0.02:warmup=4", "csc:0.5"])
 def test_a_run_with_residuals_resumes_bit_for_bit(method, tmp_path):
     whole, parts = (
         values(run(train_in_parts, WORKERS, method, str(tmp_path), ends))
@@ -388,5 +390,5 @@ def test_a_model_on_an_accelerator_is_refused():
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO"):
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK"):
         AllReduce(compress="zip")

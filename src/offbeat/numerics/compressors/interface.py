@@ -82,6 +82,7 @@ class Compressor(Protocol):
             out: receives the sum; of the same shape and dtype.
             residual: memory of the same shape and dtype, for `finish_residual`; empty if none is kept.
             state: what the last call that counts has returned, the same on all members; None in a new group.
+                Numbers, tensors, and lists and tuples of them, so that `torch.load` reads it as it is.
             members: their number, at least 2.
             position: this member's index among them.
         """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
 from offbeat.numerics.compressors.cast import Cast
+from offbeat.numerics.compressors.csc import CSC
+from offbeat.numerics.compressors.dgc import DGC
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
 from offbeat.numerics.compressors.topk import TopK
@@ -14,7 +17,10 @@ from offbeat.numerics.compressors.topk import TopK
 AUTO: Final = "auto"
 """In a strategy's options: the job finds the method that makes its steps shortest."""
 
-_EXPECTED = "expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO, such as powersgd:2 or topk:0.01"
+_EXPECTED = (
+    "expected compress to be bf16, fp16, powersgd:RANK, topk:RATIO, dgc:RATIO or csc:RATIO, such as "
+    "powersgd:2, topk:0.01 or dgc:0.001:warmup=500:clip=2"
+)
 
 
 def parse_compression(text: str) -> CompressionMethod:
@@ -33,6 +39,22 @@ def parse_compression(text: str) -> CompressionMethod:
                 return PowerSGD(int(option))
             case "topk":
                 return TopK(float(option))
+            case "dgc" | "csc":
+                ratio, *more = option.split(":")
+                method = DGC if name == "dgc" else CSC
+                return method(ratio=float(ratio), **_options(more))
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}, got {text!r} ({error})") from None
     raise ValueError(f"{_EXPECTED}, got {text!r}")
+
+
+def _options(parts: Sequence[str]) -> dict[str, Any]:
+    """Return the options `warmup=ROUNDS` and `clip=NORM`, each at most once, by name."""
+    kinds: dict[str, type[int | float]] = {"warmup": int, "clip": float}
+    options: dict[str, Any] = {}
+    for part in parts:
+        key, _, value = part.partition("=")
+        if key not in kinds or key in options:
+            raise ValueError(f"expected warmup=ROUNDS or clip=NORM, each once, got {part}")
+        options[key] = kinds[key](value)
+    return options

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
@@ -92,7 +93,8 @@ class TopKCompressor(WritesResidual):
         sample = magnitudes[::_SAMPLE_STRIDE]
         wanted = min(len(sample), math.ceil(_MARGIN * count / _SAMPLE_STRIDE))
         threshold = sample.topk(wanted, sorted=False).values.min()
-        candidates = (magnitudes < threshold).logical_not_().nonzero().flatten()
+        # NumPy finds few elements among many several times as fast as torch's `nonzero`.
+        candidates = torch.from_numpy(np.flatnonzero(~(magnitudes.numpy() < float(threshold))))
         if len(candidates) < count:
             return start + magnitudes.topk(count, sorted=False).indices
         return start + candidates[magnitudes[candidates].topk(count, sorted=False).indices]

@@ -19,6 +19,7 @@ from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
 from offbeat.runtime.averaging.compressed_buckets import EXCHANGES_MAX, CompressedBucket
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
+from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
 
@@ -53,6 +54,7 @@ class BucketSet:
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
         prepares_next: these buckets take part in the round after one that is over, too.
         compression: of gradients; None for none.
+        momentum: of a compression with momentum correction.
 
     Attributes:
         group: for the round under way, None before it is bound.
@@ -72,8 +74,9 @@ class BucketSet:
         bucket_bytes: int,
         prepares_next: bool = True,
         compression: CompressionMethod | None = None,
+        momentum: SGDMomentum | None = None,
     ) -> None:
-        self._model, self._compression = model, compression
+        self._model, self._compression, self._momentum = model, compression, momentum
         self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
         self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
@@ -124,6 +127,7 @@ class BucketSet:
                 method=self._compression,
                 seed=index,
                 residuals=self._residuals,
+                momentum=None if self._momentum is None else self._momentum.correction,
             )
             if bucket.dtype.is_floating_point
             else GradientBucket(bucket, shapes, parameters, zeros)
@@ -199,7 +203,18 @@ class BucketSet:
         index, position = self._location_of[entry]
         view = self._buckets[index].packing_view(position)
         gradient, scale = self._parameters[entry].grad, self.scale
-        if add and gradient is not None and scale:
+        if self._momentum is not None:
+            assert self.group is not None
+            self._momentum.pack(
+                entry,
+                self._parameters[entry],
+                view,
+                scale=scale or 0.0,
+                residuals=self._residuals,
+                members=self.group.size,
+                add=add,
+            )
+        elif add and gradient is not None and scale:
             view.add_(gradient, alpha=scale)
         else:
             write_scaled(gradient, scale or 0.0, view, self._residuals.get(entry))
@@ -354,10 +369,12 @@ class BucketSet:
             bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
     def discard_gradients(self) -> None:
-        """Forget the packed gradients of a worker that contributes with weight 0, and all residuals."""
+        """Forget packed gradients, residuals and momentum of a worker, which contributes with weight 0."""
         self._ready_entries.clear()
         self.scale = 0.0
         self._residuals.clear()
+        if self._momentum is not None:
+            self._momentum.correction.clear()
 
     def forget_pass(self) -> None:
         """Forget what was packed in a backward pass that failed; its buckets are sent again."""
@@ -415,28 +432,49 @@ class BucketSet:
                 key = (str(self._compression), *self._names_in(bucket))
                 bucket.load_state(state_of.get(key), handle.exchange)
 
-    def residuals(self) -> dict[str, torch.Tensor]:
-        """Return this worker's residuals by the parameters' names, in memory that later rounds change."""
-        return {self._names[entry]: residual for entry, residual in self._residuals.items()}
+    def local_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return this worker's residuals and momentum by the parameters' names; later rounds change them."""
+        kinds: dict[str, Mapping[int, torch.Tensor]] = {"residuals": self._residuals}
+        if self._momentum is not None:
+            kinds["momenta"] = self._momentum.correction.momenta
+        return {
+            kind: {self._names[entry]: value for entry, value in values.items()}
+            for kind, values in kinds.items()
+            if values
+        }
 
-    def load_residuals(self, residuals: Mapping[str, torch.Tensor]) -> None:
-        """Replace this worker's residuals, which are added to its next gradients, however these are sent.
+    def load_local_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Replace this worker's residuals, which are added to its next gradients, and its momentum.
+
+        Residuals are used however the next gradients are sent; momentum is left without momentum correction.
 
         Raises:
-            OffbeatError: a residual is not that of a parameter, or has another number of elements.
+            OffbeatError: it is not that of a parameter, or has another number of elements.
         """
-        entry_of = {name: entry for entry, name in enumerate(self._names)}
-        for name, residual in residuals.items():
-            expected = self._parameters[entry_of[name]].numel() if name in entry_of else "no such parameter"
-            if residual.numel() != expected:
-                raise OffbeatError(
-                    f"expected residuals of this model, got one of {residual.numel()} elements for {name!r} "
-                    f"({expected} here): load the state that a worker of the same job has saved"
-                )
+        residuals = self._by_entry(state.get("residuals", {}))
+        momenta = self._by_entry(state.get("momenta", {}))
         self._residuals.clear()
-        for name, residual in residuals.items():
-            dtype = summed_dtype(self._parameters[entry_of[name]])
-            self._residuals[entry_of[name]] = residual.flatten().to(dtype, copy=True)
+        self._residuals.update(residuals)
+        if self._momentum is not None:
+            self._momentum.correction.clear()
+            for entry, momentum in momenta.items():
+                self._momentum.correction.take_over(entry, momentum, momentum.dtype)
+
+    def _by_entry(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return copies of a saved worker's values, in the dtypes in which gradients are summed."""
+        entry_of = {name: entry for entry, name in enumerate(self._names)}
+        for name, value in values.items():
+            expected = self._parameters[entry_of[name]].numel() if name in entry_of else "no such parameter"
+            if value.numel() != expected:
+                raise OffbeatError(
+                    f"expected the state of a worker with this model, got {value.numel()} elements for "
+                    f"{name!r} ({expected} here): load the state that a worker of the same job has saved"
+                )
+        entries = {entry_of[name]: value for name, value in values.items()}
+        return {
+            entry: value.flatten().to(summed_dtype(self._parameters[entry]), copy=True)
+            for entry, value in entries.items()
+        }
 
     @cached_property
     def _names(self) -> list[str]:

@@ -16,6 +16,9 @@ no member has a gradient. Therefore a bucket has memory for two. A worker whose 
 residuals, which belong to other gradients. Residuals are kept by entry, as buckets are replaced when a group
 grows. The compressor's state is the same on all members, so each group begins without one.
 
+With momentum correction the same holds for this worker's momentum, which `MomentumCorrection` keeps. It needs
+no second memory: what was packed contains it, and it is computed from that when the means are used.
+
 This module decides nothing about rounds.
 """
 
@@ -29,6 +32,7 @@ import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
 from offbeat.numerics.compressors.interface import AllGather, AllToAll, CompressionMethod, Requests
+from offbeat.numerics.compressors.momentum import MomentumCompressor, MomentumCorrection
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
@@ -45,6 +49,7 @@ class CompressedBucket(GradientBucket):
         method: makes the compressor.
         seed: of the compressor, the same on all workers.
         residuals: by entry; changed here.
+        momentum: of a method with momentum correction; changed here.
     """
 
     allows_external: ClassVar[bool] = False
@@ -59,13 +64,14 @@ class CompressedBucket(GradientBucket):
         method: CompressionMethod,
         seed: int,
         residuals: dict[int, torch.Tensor],
+        momentum: MomentumCorrection | None = None,
     ) -> None:
         super().__init__(bucket, shapes, parameters, zeros)
         gradients = [shapes[entry] for entry in bucket.entries[: self.gradient_count]]
         self._compressor = method.compressor(gradients, seed)
         self._exchange: Exchange | None = None  # over the members that share `_state`
         self._state: Any = None
-        self._residuals = residuals
+        self._residuals, self._momentum = residuals, momentum
         residual_elements = self.gradient_elements if self._compressor.keeps_residual else 0
         own = self.contribution.flat
         self._next_residual, self._spare_residual = (own.new_zeros(residual_elements) for _ in range(2))
@@ -117,6 +123,7 @@ class CompressedBucket(GradientBucket):
 
     def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
         """See `GradientBucket.commit`: keeps the compressor's state, and new residuals."""
+        are_partly_sent = self._are_partly_sent()
         if self._sums is not None:
             self._state = self._sums.state
         if not len(self._next_residual) or not own_weight:
@@ -130,12 +137,29 @@ class CompressedBucket(GradientBucket):
             residual.div_(own_weight)
         count = self.gradient_count
         ends = [*self.offsets[1:count], self.gradient_elements]
-        for entry, start, stop in zip(self.entries[:count], self.offsets[:count], ends, strict=True):
+        spans = zip(self.entries[:count], self.offsets[:count], ends, are_partly_sent, strict=True)
+        for entry, start, stop, is_partly_sent in spans:
             if used[entry]:
+                if self._momentum is not None:
+                    self._momentum.advance(
+                        entry,
+                        self.contribution.flat[start:stop],
+                        weight=own_weight,
+                        residual=self._residuals.get(entry),
+                        next_residual=residual[start:stop],
+                        is_partly_sent=is_partly_sent,
+                    )
                 self._residuals[entry] = residual[start:stop]
             elif entry in self._residuals:
                 self._residuals[entry] = residual[start:stop].copy_(self._residuals[entry])
         self._next_residual, self._spare_residual = self._spare_residual, residual
+
+    def _are_partly_sent(self) -> Sequence[bool]:
+        """Return by gradient whether this round's sum may have only some of its elements."""
+        if self._sums is None or not isinstance(self._compressor, MomentumCompressor):
+            return [False] * self.gradient_count
+        assert self._exchange is not None
+        return self._compressor.partly_sent(self._state, members=self._exchange.size)
 
     @property
     def keeps_residuals(self) -> bool:

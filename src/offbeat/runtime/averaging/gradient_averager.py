@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offbeat.errors import OffbeatError
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.compression_trial import CompressionTrial
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.trailer import RoundSums
 from offbeat.runtime.training.backward import (
@@ -42,7 +44,6 @@ from offbeat.runtime.training.writes import check_all_wrote
 _log = logging.getLogger("offbeat")
 
 _COMPRESSORS: Final = "compressors"  # in a checkpoint
-_RESIDUALS: Final = "residuals"
 
 
 class GradientAverager:
@@ -71,6 +72,7 @@ class GradientAverager:
             it, no bucket is sent before the backward pass has ended: a round has all gradients or none.
         compression: of gradients; None for none.
         trial: finds the compression instead, where the group does not change; None without one.
+        momentum: of a compression with momentum correction.
 
     Attributes:
         rounds_since_step: rounds since the last optimizer step.
@@ -92,9 +94,9 @@ class GradientAverager:
         skipped: SkippedRounds | None = None,
         compression: CompressionMethod | None = None,
         trial: CompressionTrial | None = None,
+        momentum: SGDMomentum | None = None,
     ) -> None:
-        self._model = model
-        self._trial = trial
+        self._model, self._trial, self._momentum = model, trial, momentum
         self._skipped = skipped
         self._binding = binding
         self._context = context
@@ -110,6 +112,7 @@ class GradientAverager:
             bucket_bytes=bucket_bytes,
             prepares_next=skipped is None,
             compression=compression,
+            momentum=momentum,
         )
         if binding is not None:
             binding.late_gradients.set_tensors(self._parameters, self._buckets.buffers.tensors)
@@ -143,6 +146,8 @@ class GradientAverager:
         self._hook_handles.append(self._model.register_forward_hook(SessionForwardHook(self._after_forward)))
         self._hook_handles.append(HookFreeScripting(self._model))
         self._observers = GradientObservers(self._model, self._parameters)
+        if self._momentum is not None:
+            self._momentum.attach()
         if self._skipped is not None:
             self._skipped.start()
 
@@ -150,6 +155,8 @@ class GradientAverager:
         """Remove all hooks from the model."""
         if self._skipped is not None:
             self._skipped.stop()
+        if self._momentum is not None:
+            self._momentum.detach()
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles.clear()
@@ -253,7 +260,13 @@ class GradientAverager:
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
+            OffbeatError: with momentum correction, there was no step since the last round.
         """
+        if self._momentum is not None and self.rounds_since_step:
+            raise OffbeatError(
+                "with momentum correction each backward() needs an optimizer step: accumulate gradients in "
+                "session.no_sync(), or use compress=topk:RATIO"
+            )
         self._forget_failed_pass()
         self._forms.check()
         self._written = self._context.writes.pop()
@@ -292,6 +305,8 @@ class GradientAverager:
             self.drop_gradients()
         if self._skipped is not None:
             self._skipped.allow(self._obstacle_to_skipping(has_closure))
+        if self._momentum is not None:
+            self._momentum.withhold()
 
     def _obstacle_to_skipping(self, has_closure: bool) -> str:
         """Return why the step that begins is more than the optimizer's step with the means of one round."""
@@ -332,12 +347,12 @@ class GradientAverager:
         self._buckets.load_compressor_states(state.get(_COMPRESSORS, []))
 
     def local_state_dict(self) -> dict[str, Any]:
-        """See `Averager.local_state_dict`: the residuals of compressed gradients."""
-        return {_RESIDUALS: residuals} if (residuals := self._buckets.residuals()) else {}
+        """See `Averager.local_state_dict`: residuals of compressed gradients, and their momentum."""
+        return {**self._buckets.local_state()}
 
     def load_local_state_dict(self, state: dict[str, Any]) -> None:
         """See `Averager.load_local_state_dict`."""
-        self._buckets.load_residuals(state.get(_RESIDUALS, {}))
+        self._buckets.load_local_state(state)
 
     def _catch_up(self) -> None:
         if self._skipped is not None:
