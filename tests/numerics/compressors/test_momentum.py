@@ -5,6 +5,8 @@ import math
 import pytest
 import torch
 
+from offbeat.models import build_model
+from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.csc import CSC
 from offbeat.numerics.compressors.dgc import DGC
 from offbeat.numerics.compressors.interface import AllGather
@@ -241,10 +243,7 @@ def test_a_gradient_that_is_not_finite_leaves_neither_residual_nor_momentum(meth
 
 def test_dgc_of_resnet18_sends_250_times_fewer_bytes_than_a_ring_of_4_and_125_of_8():
     """Of tensors with at least two dimensions; with the others, which are sent whole, 206 and 113 times."""
-    from offbeat.models import build_model
-
-    model = build_model("resnet18", sample_shape=(3, 32, 32), classes=10, seed=0)
-    shapes = [parameter.shape for parameter in model.parameters()]
+    shapes = resnet18_shapes()
     elements = sum(shape.numel() for shape in shapes)
     compressor = DGC(ratio=0.001).compressor(shapes, seed=0)
     for members, of_matrices, of_all in ((4, 250, 206), (8, 125, 113)):
@@ -256,6 +255,24 @@ def test_dgc_of_resnet18_sends_250_times_fewer_bytes_than_a_ring_of_4_and_125_of
             of_matrices, rel=0.01
         )
         assert ring * 4 * elements / (others * gathers + ring * sums) == pytest.approx(of_all, rel=0.01)
+
+
+def test_csc_of_resnet18_in_buckets_of_25_mib_sends_9_times_fewer_bytes():
+    """Each bucket's number of chunks is rounded up."""
+    shapes = resnet18_shapes()
+    sizes = [shape.numel() for shape in shapes]
+    sent = 0
+    for bucket in plan_buckets(sizes, [torch.float32] * len(sizes), bucket_bytes=25 * 2**20):
+        compressor = CSC(ratio=0.1).compressor([shapes[entry] for entry in bucket.entries], seed=0)
+        sums, gathers = requested_bytes(compressor, torch.ones(bucket.elements), 4)
+        assert not gathers
+        sent += sums
+    assert 4 * sum(sizes) / sent == pytest.approx(9.2, abs=0.05)
+
+
+def resnet18_shapes():
+    model = build_model("resnet18", sample_shape=(3, 32, 32), classes=10, seed=0)
+    return [parameter.shape for parameter in model.parameters()][::-1]
 
 
 def requested_bytes(compressor, vector, members):

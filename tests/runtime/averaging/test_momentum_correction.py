@@ -20,6 +20,7 @@ from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.strategies.registry import parse_strategy
 from support.jobs import job
 from support.momentum_group import MomentumGroup
 from support.processes import run, start, values
@@ -387,6 +388,11 @@ def test_another_optimizer_is_refused(method, model, optimizer, got):
     trained = TrainingState(model, [optimizer(model.parameters())])
     with pytest.raises(OffbeatError, match=f"{got}: use compress=topk:RATIO"):
         AllReduce(compress=method).make_synchronizer(SimpleNamespace(world=2), trained)
+
+
+def test_the_command_line_takes_a_method_with_options():
+    strategy = parse_strategy("bsp:compress=dgc:0.001:warmup=5,timeout_s=7")
+    assert strategy == AllReduce(compress="dgc:0.001:warmup=5", timeout_s=7.0)
 
 
 def test_late_gradients_are_refused():
