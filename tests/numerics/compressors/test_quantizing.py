@@ -126,6 +126,14 @@ def test_int8_makes_a_sum_that_overflows_not_finite():
     assert not any(one.residual.any() for one in ended)
 
 
+def test_int8_sends_a_block_with_a_scale_below_the_smallest_normal_number_as_zeros():
+    tiny = torch.finfo(torch.float32).tiny
+    own = [torch.full((600,), 127 * factor * tiny) for factor in (0.5, 1.5)]
+    outs, ended, _ = sum_compressed(Int8(), own)
+    torch.testing.assert_close(outs[0], own[1], rtol=1e-6, atol=0)
+    torch.testing.assert_close(ended[0].residual + ended[1].residual, own[0], rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("members", [2, 3])
 def test_with_residuals_int8_sends_elements_far_below_their_blocks_largest_one(members):
     """One that is 1/1000 of the largest is rounded to 0 by each member; sums of two are, by the owner."""

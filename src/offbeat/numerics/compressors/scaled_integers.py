@@ -39,16 +39,17 @@ def sum_scaled(
     received = yield AllGather(torch.cat([scale_bytes, pack(integers)]))
     out.zero_()
     residual.copy_(vector)
+    rounded = torch.empty_like(vector)
     for member, row in enumerate(received):
         their_scales = row[: len(scale_bytes)].clone().view(scales.dtype).tolist()
         their_integers = unpack(row[len(scale_bytes) :])
         start = 0
         for span, scale in zip(layout.compressed, their_scales, strict=True):
-            rounded = their_integers[start : start + span.elements].to(out.dtype).mul_(scale)
+            theirs = span.of(rounded).copy_(their_integers[start : start + span.elements]).mul_(scale)
             start += span.elements
-            span.of(out).add_(rounded)
+            span.of(out).add_(theirs)
             if member == position:
-                span.of(residual).sub_(rounded)
+                span.of(residual).sub_(theirs)
     yield from layout.sum_uncompressed(vector, out, residual)
 
 

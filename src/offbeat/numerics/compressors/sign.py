@@ -55,14 +55,14 @@ class SignCompressor(WritesResidual):
         layout = self._layout
         if not gathering_pays(layout, members, sent_bits=1, element_bytes=vector.element_size()):
             return (yield from sum_whole(vector, out, residual))
-        scales = torch.stack([span.of(vector).abs().mean() for span in layout.compressed])
+        means = [torch.linalg.vector_norm(span.of(vector), 1) / span.elements for span in layout.compressed]
         signs = torch.cat([span.of(vector) >= 0 for span in layout.compressed])
         yield from sum_scaled(
             layout,
             vector,
             out,
             residual,
-            scales,
+            torch.stack(means),
             signs,
             position=position,
             pack=_pack_bits,
