@@ -8,7 +8,10 @@ import torch
 
 from offbeat.numerics.compressors.cast import Cast
 from offbeat.numerics.compressors.powersgd import PowerSGD
+from offbeat.numerics.compressors.qsgd import QSGD
+from offbeat.numerics.compressors.randomk import RandomK
 from offbeat.numerics.compressors.registry import parse_compression
+from offbeat.numerics.compressors.sign import Sign
 from offbeat.numerics.compressors.topk import TopK
 from support.compression import sum_compressed
 
@@ -52,7 +55,7 @@ def test_the_sum_and_all_residuals_are_the_sum_of_the_vectors(name):
     torch.testing.assert_close(sum([outs[0], *residuals]), exact(vectors()), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["powersgd:1", "topk:0.01"])
+@pytest.mark.parametrize("name", ["powersgd:1", "topk:0.01", "sign", "qsgd:16", "randomk:0.1"])
 def test_what_is_sent_whole_leaves_no_residual(name):
     _, ended, _ = sum_compressed(parse_compression(name).compressor(SHAPES, seed=1), vectors())
     start = 0
@@ -143,7 +146,7 @@ def gram_schmidt(matrix):
     return np.stack(columns, 1)
 
 
-@pytest.mark.parametrize("method", [PowerSGD(1), TopK(0.02)])
+@pytest.mark.parametrize("method", [PowerSGD(1), TopK(0.02), Sign(), QSGD(1), RandomK(0.1)])
 def test_with_residuals_the_sums_of_many_rounds_approach_those_of_the_vectors(method):
     compressor = method.compressor(SHAPES, seed=0)
     own, rounds = vectors(seed=2), 200
@@ -233,16 +236,25 @@ def test_a_vector_that_is_not_finite_leaves_no_residual_and_no_state():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "bf15", "powersgd", "powersgd:", "powersgd:x", "powersgd:0", "bf16:2", "topk", "topk:0", "topk:2"],
+    [
+        *("", "bf15", "bf16:2", "int8:256", "sign:1", "powersgd", "powersgd:", "powersgd:x", "powersgd:0"),
+        *("topk", "topk:0", "topk:2", "qsgd", "qsgd:0", "qsgd:128", "qsgd:2.5", "randomk:0", "randomk:1.5"),
+    ],
 )
 def test_an_unknown_method_is_refused(text):
-    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK") as raised:
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, int8, sign, ") as raised:
         parse_compression(text)
     assert repr(text) in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("powersgd:0", "rank of at least 1, got 0"), ("topk:2", "got 2.0")]
+    ("text", "why"),
+    [
+        ("powersgd:0", "rank of at least 1, got 0"),
+        ("topk:2", "at most 1, got 2.0"),
+        ("randomk:2", "at most 1, got 2.0"),
+        ("qsgd:128", "1 to 127 levels, got 128"),
+    ],
 )
 def test_an_option_out_of_range_is_named(text, why):
     with pytest.raises(ValueError, match=why):

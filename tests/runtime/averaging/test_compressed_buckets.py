@@ -28,6 +28,7 @@ from support.processes import run, start, values
 from support.run_logs import groups_of
 
 WORKERS, STEPS = 3, 6
+WITH_RESIDUALS = ["powersgd:2", "topk:0.02", "int8", "sign", "qsgd:16", "randomk:0.1"]
 STEADY = PartialAllReduce(limit=10**6, shards="equal")
 
 
@@ -121,7 +122,8 @@ def check(found, expected, tolerance=1e-12):
 
 
 @pytest.mark.parametrize(
-    ("method", "tolerance"), [("powersgd:2", 1e-12), ("topk:0.02", 1e-12), ("bf16", 0.05), ("fp16", 0.005)]
+    ("method", "tolerance"),
+    [("bf16", 0.05), ("fp16", 0.005), *((method, 1e-12) for method in WITH_RESIDUALS)],
 )
 @pytest.mark.parametrize("strategy", [AllReduce(), STEADY], ids=lambda one: one.name)
 def test_all_workers_get_the_mean_that_the_compressor_gives(strategy, method, tolerance):
@@ -144,14 +146,14 @@ def notes_exchanges(rank, emit, strategy):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 7_000, 20_000])
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02", "int8"])
 def test_no_two_exchanges_of_a_round_have_the_same_index(method, bucket_bytes):
     """The bucket of integers is the last but one, the second of three, or the first."""
     for counts in values(run(notes_exchanges, 2, AllReduce(compress=method, bucket_bytes=bucket_bytes))):
         assert set(counts) == {1}
 
 
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02"])
+@pytest.mark.parametrize("method", WITH_RESIDUALS)
 def test_buckets_that_are_exchanged_at_the_same_time_get_their_own_sums(method):
     """Each gradient has a bucket of its own."""
     found = values(run(loop, WORKERS, AllReduce(compress=method, bucket_bytes=1)))
@@ -160,16 +162,22 @@ def test_buckets_that_are_exchanged_at_the_same_time_get_their_own_sums(method):
     check(found[0], (torch.cat(one) for one in zip(*pieces, strict=True)))
 
 
-@pytest.mark.parametrize("where", ["before", "between two sums"])
-def test_a_round_that_is_repeated_without_a_lost_worker_begins_with_the_same_residuals(where):
-    strategy = replace(STEADY, compress="powersgd:1")
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        *(("powersgd:1", "before"), ("powersgd:1", "between two sums")),
+        *(("int8", "before"), ("qsgd:16", "before"), ("randomk:0.1", "before")),
+    ],
+)
+def test_a_round_that_is_repeated_without_a_lost_worker_begins_with_the_same_residuals(method, where):
+    strategy = replace(STEADY, compress=method)
     with start(loop, WORKERS, strategy, (3, where)) as running:
         *survivors, lost = running.ends()
     assert lost.exitcode == -signal.SIGKILL
     first, second = values(survivors)
     assert first == second
     workers_of_step = [range(3)] * 3 + [range(2)] * (STEPS - 3)
-    check(first, expected_means("powersgd:1", workers_of_step))
+    check(first, expected_means(method, workers_of_step))
 
 
 def loop_until_three_steps_of_three(rank, emit, strategy):
@@ -390,5 +398,5 @@ def test_a_model_on_an_accelerator_is_refused():
 
 
 def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK"):
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, int8, sign, powersgd:RANK"):
         AllReduce(compress="zip")

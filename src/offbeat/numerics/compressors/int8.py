@@ -52,44 +52,44 @@ class Int8(WritesResidual):
         """See `Compressor.sum`; there is no state."""
         part_elements = -(-len(vector) // members)
         blocks = -(-part_elements // _BLOCK_MAX)
-        own = vector.new_zeros(members, blocks, -(-part_elements // blocks))
+        own = vector.new_empty(members, blocks, -(-part_elements // blocks))
         own.view(-1)[: len(vector)] = vector
-        sent = _quantize(own)
+        own.view(-1)[len(vector) :] = 0
+        work = torch.empty_like(own)
+        sent = _quantize(own, work)
         received = yield AllToAll(sent.view(-1))
-        own -= _dequantize(sent, own)
-        part_sum = _dequantize(received, own).sum(0)
-        answer = yield AllGather(_quantize(part_sum[None]).view(-1))
-        total = _dequantize(answer, own)
+        own -= _dequantize(sent, work)
+        part_sum = _dequantize(received, work).sum(0)
+        answer = yield AllGather(_quantize(part_sum[None], work[:1]).view(-1))
+        total = _dequantize(answer, work)
         out.copy_(total.view(-1)[: len(out)])
         own[position] += part_sum - total[position]
         residual.copy_(own.view(-1)[: len(residual)])
 
 
-def _quantize(parts: torch.Tensor) -> torch.Tensor:
+def _quantize(parts: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
     """Round parts of a vector.
 
     Args:
         parts: (parts, blocks of a part, elements of a block).
+        work: memory of the same shape and dtype.
 
     Returns:
         int8, (parts, bytes): the blocks' scales, and then all integers.
     """
-    low, high = parts.aminmax(dim=-1, keepdim=True)
-    scales = torch.maximum(high, -low) / _LEVELS
-    scales[scales < torch.finfo(scales.dtype).tiny] = 0
-    factors = scales.reciprocal().masked_fill_(scales == 0, 0)
+    scales = torch.maximum(parts.amax(-1, keepdim=True), -parts.amin(-1, keepdim=True)) / _LEVELS
+    factors = scales.reciprocal().masked_fill_(scales < torch.finfo(scales.dtype).tiny, 0)
     scale_bytes = scales.flatten(1).view(torch.int8)
     head = scale_bytes.shape[1]
     quantized = scale_bytes.new_empty(len(parts), head + parts[0].numel())
     quantized[:, :head] = scale_bytes
-    quantized[:, head:] = (parts * factors).round_().flatten(1)
+    quantized[:, head:] = torch.mul(parts, factors, out=work).round_().flatten(1)
     return quantized
 
 
-def _dequantize(quantized: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the parts that `_quantize` has rounded; `like` has their blocks and dtype."""
-    blocks, elements = like.shape[1:]
-    head = blocks * like.element_size()
-    scales = quantized[:, :head].clone(memory_format=torch.contiguous_format).view(like.dtype)
-    integers = quantized[:, head:].view(-1, blocks, elements)
-    return integers * scales[..., None]
+def _dequantize(quantized: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write and return the parts that `_quantize` has rounded."""
+    head = into.shape[1] * into.element_size()
+    scales = quantized[:, :head].clone(memory_format=torch.contiguous_format).view(into.dtype)
+    into.flatten(1).copy_(quantized[:, head:])
+    return into.mul_(scales[..., None])

@@ -10,16 +10,20 @@ import torch
 from offbeat.numerics.compressors.cast import Cast
 from offbeat.numerics.compressors.csc import CSC
 from offbeat.numerics.compressors.dgc import DGC
+from offbeat.numerics.compressors.int8 import Int8
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
+from offbeat.numerics.compressors.qsgd import QSGD
+from offbeat.numerics.compressors.randomk import RandomK
+from offbeat.numerics.compressors.sign import Sign
 from offbeat.numerics.compressors.topk import TopK
 
 AUTO: Final = "auto"
 """In a strategy's options: the job finds the method that makes its steps shortest."""
 
 _EXPECTED = (
-    "expected compress to be bf16, fp16, powersgd:RANK, topk:RATIO, dgc:RATIO or csc:RATIO, such as "
-    "powersgd:2, topk:0.01 or dgc:0.001:warmup=500:clip=2"
+    "expected compress to be bf16, fp16, int8, sign, powersgd:RANK, qsgd:LEVELS, randomk:RATIO, topk:RATIO, "
+    "dgc:RATIO or csc:RATIO, such as powersgd:2, topk:0.01 or dgc:0.001:warmup=500:clip=2"
 )
 
 
@@ -35,8 +39,16 @@ def parse_compression(text: str) -> CompressionMethod:
         match name:
             case "bf16" | "fp16" if name == text:
                 return Cast(torch.bfloat16 if name == "bf16" else torch.float16)
+            case "int8" if name == text:
+                return Int8()
+            case "sign" if name == text:
+                return Sign()
             case "powersgd":
                 return PowerSGD(int(option))
+            case "qsgd":
+                return QSGD(int(option))
+            case "randomk":
+                return RandomK(float(option))
             case "topk":
                 return TopK(float(option))
             case "dgc" | "csc":

@@ -1,0 +1,90 @@
+"""Random-k: of each tensor some elements, drawn again in each round, the same on all members."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offbeat.numerics.compressors.interface import Requests, Sum
+from offbeat.numerics.compressors.layout import Layout, WritesResidual
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """Sums a fraction of the elements of each tensor of at least two dimensions.
+
+    All members draw the same elements, so these are summed without indices; the others are the residual.
+    Biases are not compressed. Where an element of a vector is not finite, none of those that are sent is.
+
+    Each new group draws the same sequence again: a group has to last for several times 1 / ratio rounds, or
+    else some elements are seldom sent.
+
+    Source: Stich, Cordonnier, Jaggi 2018, "Sparsified SGD with memory", section 2 and algorithm 1. Deviation:
+    the fraction is of each tensor.
+
+    Args:
+        ratio: fraction of the elements that are sent, more than 0 and at most 1.
+
+    Raises:
+        ValueError: the ratio is out of range.
+    """
+
+    ratio: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+
+    def compressor(self, shapes: Sequence[torch.Size], seed: int) -> RandomKCompressor:
+        """See `CompressionMethod.compressor`."""
+        return RandomKCompressor(shapes, self.ratio, seed)
+
+
+class RandomKCompressor(WritesResidual):
+    """Requests one sum, of the chosen elements and of what is sent uncompressed.
+
+    Args:
+        shapes: of the tensors that a vector holds.
+        ratio: fraction of the elements that are sent.
+        seed: of the choice.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], ratio: float, seed: int) -> None:
+        self._layout, self._ratio, self._seed = Layout(shapes), ratio, seed
+
+    def sum(
+        self,
+        vector: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor,
+        state: Any,
+        *,
+        members: int,
+        position: int,
+    ) -> Requests:
+        """See `Compressor.sum`; the state is the number of rounds before."""
+        rounds = state or 0
+        indices = self._choose(rounds)
+        low, high = vector.aminmax()
+        chosen = vector[indices] + (0 * low + 0 * high)  # NaN where an element of the vector is not finite
+        summed = yield Sum(torch.cat([chosen, self._layout.uncompressed(vector)]))
+        out.zero_()
+        out[indices] = summed[: len(indices)]
+        residual.copy_(vector)
+        residual[indices] = 0
+        self._layout.write_uncompressed(summed[len(indices) :], out, residual)
+        return rounds + 1
+
+    def _choose(self, rounds: int) -> torch.Tensor:
+        """Return the indices of a round."""
+        generator = np.random.default_rng([self._seed, rounds])
+        chosen = [np.zeros(0, np.int64)]
+        for span in self._layout.compressed:
+            count = math.ceil(self._ratio * span.elements)
+            chosen.append(span.start + generator.choice(span.elements, count, replace=False, shuffle=False))
+        return torch.from_numpy(np.concatenate(chosen))
