@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offbeat.errors import WorkerError
 from offbeat.numerics.compressors.interface import Gather, Requests
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 
@@ -72,6 +73,22 @@ class CompressedSum:
             self._pending.wait(timeout_s)
             self._request_next(self._answer)
         return self._pending is not None
+
+    def advance_if_ended(self, timeout_s: float) -> None:
+        """Begin each request whose predecessor has ended, without a wait for one that has not.
+
+        `ended_s` is set once all have ended, or one has failed: then `wait` raises.
+
+        Args:
+            timeout_s: how long what ends an exchange may take to return, in seconds.
+        """
+        try:
+            while self._pending is not None and self._pending.ended_s is not None:
+                self.advance(timeout_s)
+        except WorkerError:
+            self.ended_s = time.perf_counter()
+        if self._pending is None and all(other.ended_s is not None for other in self._others):
+            self.ended_s = time.perf_counter()
 
     @torch.no_grad()
     def _request_next(self, answer: torch.Tensor | None) -> None:
