@@ -24,8 +24,9 @@ class AllReduce(GroupAveraging):
         timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
         compress: what is sent of gradients. None: all of it. "bf16", "fp16": 16 bits of each number.
             "powersgd:RANK": of each gradient of at least two dimensions an approximation of this rank.
-            "topk:RATIO": of each of these this share, the largest numbers. What these two do not send is
-            added to the worker's next gradient. It needs a model on the CPU.
+            "topk:RATIO": of each of these this share, the largest numbers; "chunks:RATIO": the same of each
+            4,096 numbers, rounded to 2 bits. What these three do not send is added to the worker's next
+            gradient. It needs a model on the CPU.
 
     Raises:
         ValueError: an argument is out of range.

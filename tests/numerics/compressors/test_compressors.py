@@ -236,7 +236,7 @@ def test_a_vector_that_is_not_finite_leaves_no_residual_and_no_state():
     ["", "bf15", "powersgd", "powersgd:", "powersgd:x", "powersgd:0", "bf16:2", "topk", "topk:0", "topk:2"],
 )
 def test_an_unknown_method_is_refused(text):
-    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK or") as raised:
+    with pytest.raises(ValueError, match="expected compress to be bf16, fp16, powersgd:RANK") as raised:
         parse_compression(text)
     assert repr(text) in str(raised.value)
 

@@ -135,6 +135,7 @@ def test_a_training_that_resumes_with_each_workers_residual_equals_one_without_i
         DiLoCo(every=4, compress="topk:0.1"),
         DiLoCo(every=6, compress="topk:0.1", fragments=2, overlap=False),
         DiLoCo(every=4, compress="powersgd:1"),
+        DiLoCo(every=4, compress="chunks:0.1"),
         DiLoCo(every=6, compress="bf16", mixing=0.25, delay=2),
     ],
     ids=lambda one: one.compress,
@@ -161,10 +162,12 @@ def dies_between_two_requests(rank, emit, strategy):
     return train(rank, emit, strategy)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_worker_that_is_killed_in_a_round_does_not_stop_the_others(tmp_path, overlap):
+@pytest.mark.parametrize("delay", [None, 2])
+def test_a_worker_that_is_killed_in_a_round_does_not_stop_the_others(tmp_path, delay):
+    """With a delay workers train on during a round, and all take part in each."""
     log = tmp_path / "log"
-    strategy = DiLoCo(every=3, compress="topk:0.1", overlap=overlap, by_pace=False, quorum=4)
+    options = {**IN_STEP, "quorum": 4, "delay": delay, "overlap": delay is not None}
+    strategy = DiLoCo(every=3, compress="topk:0.1", **options)
     with job(dies_between_two_requests, 4, strategy, env={"OFFBEAT_RUN_LOG": str(log)}) as running:
         results = values([one for one in running.ends() if one.rank != 3])
     assert all(model == results[0][0] for model, *_ in results)

@@ -8,6 +8,7 @@ import torch
 
 from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels, OuterStep
+from offbeat.numerics.compressors.interface import Sum
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.runtime.devices.host import Host
@@ -78,7 +79,8 @@ class Worker:
         self.flat = FlatTensors(lambda: list(self.model.values()), links)
         pseudo_gradients = None
         if method is not None:
-            pseudo_gradients = PseudoGradients(parse_compression(method), decay, self.flat, [*SHAPES])
+            parsed = parse_compression(method) if isinstance(method, str) else method
+            pseudo_gradients = PseudoGradients(parsed, decay, self.flat, [*SHAPES])
         self.outer = OuterState(optimizer, fragments, self.flat, [*SHAPES], links, pseudo_gradients)
         self.outer.begin()
 
@@ -311,6 +313,38 @@ def test_factors_of_powersgd_go_on_from_round_to_round_and_begin_anew_after_a_me
         job.learn()
         job.round({0: 0.5, 1: 0.5})
     assert not torch.equal(jobs[0].equal_anchors(), jobs[1].equal_anchors())
+
+
+class CountingSum:
+    """A compressor that sums all, whose state is how often it has; notes the states that calls begin with."""
+
+    keeps_residual = False
+
+    def __init__(self):
+        self.begun_with = []
+
+    def compressor(self, shapes, seed):
+        return self
+
+    def sum(self, vector, out, residual, state, *, members):
+        self.begun_with.append(state)
+        out.copy_((yield Sum(vector)))
+        return (state or 0) + 1
+
+
+def test_all_members_begin_a_round_with_the_same_state_and_one_that_is_behind_has_none():
+    method = CountingSum()
+    job = Job(3, method)
+    for weights, behind in [
+        ({0: 0.5, 1: 0.25, 2: 0.25}, ()),
+        ({0: 0.5, 1: 0.5}, ()),
+        ({0: 0.5, 1: 0.5, 2: 0.0}, (2,)),
+        ({0: 0.5, 1: 0.25, 2: 0.25}, ()),
+    ]:
+        job.learn()
+        job.round(weights, behind)
+    job.equal_anchors()
+    assert method.begun_with == [None] * 3 + [1] * 2 + [None] * 3 + [1] * 3
 
 
 def test_a_worker_alone_sends_nothing_and_its_anchor_is_its_model():

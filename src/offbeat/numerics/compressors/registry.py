@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from offbeat.numerics.compressors.cast import Cast
+from offbeat.numerics.compressors.chunked_topk import ChunkedTopK
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
 from offbeat.numerics.compressors.topk import TopK
 
-_EXPECTED = "expected compress to be bf16, fp16, powersgd:RANK or topk:RATIO, such as powersgd:2 or topk:0.01"
+_EXPECTED = (
+    "expected compress to be bf16, fp16, powersgd:RANK, topk:RATIO or chunks:RATIO, such as powersgd:2 or "
+    "topk:0.01"
+)
 
 
 def parse_compression(text: str) -> CompressionMethod:
@@ -28,6 +32,8 @@ def parse_compression(text: str) -> CompressionMethod:
                 return PowerSGD(int(option))
             case "topk":
                 return TopK(float(option))
+            case "chunks":
+                return ChunkedTopK(float(option))
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}, got {text!r} ({error})") from None
     raise ValueError(f"{_EXPECTED}, got {text!r}")
