@@ -146,7 +146,7 @@ class ModelReplay:
             if received is None and self._events.get(root):
                 return False
             before, state = state[0], self._outer[root] if received is None else received
-        anchor, *buffers = self._optimizer.step(state[0], mean, tuple(state[1:]), step.number)
+        anchor, *buffers = self._optimizer.step(state[0], state[0] - mean, tuple(state[1:]), step.number)
         self._outer[worker] = [anchor, *buffers]
         self.models[worker] = self.models[worker] + (anchor - before)
         self._after[averaging.exchange_id, worker] = self.models[worker]

@@ -10,10 +10,10 @@ from typing import Any
 class OuterOptimizer:
     """SGD with Nesterov momentum on the *anchor*, the common model from which workers make their steps.
 
-    The gradient is the anchor less the mean of the workers' models. With a rate of 1 and no momentum, the new
-    anchor is the mean. With `momentum_every` n above 1 (*delayed Nesterov*) the momentum is updated and
-    applied in every n-th step only, by the mean of n gradients, and each gradient counts a n-th: for rounds
-    that hold a n-th of the workers.
+    Its gradient, the *pseudo-gradient*, is the anchor less the mean of the workers' models. With a rate of 1
+    and no momentum, the new anchor is the mean. With `momentum_every` n above 1 (*delayed Nesterov*) the
+    momentum is updated and applied in every n-th step only, by the mean of n gradients, and each gradient
+    counts a n-th: for rounds that hold a n-th of the workers.
 
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models"; Liu et
     al. 2024, "Asynchronous local-SGD training for language modeling", algorithm 3 with c = 0.
@@ -44,16 +44,15 @@ class OuterOptimizer:
         """Vectors that it keeps in addition to the anchor, all zero at first."""
         return 1 if self.momentum_every == 1 else 2
 
-    def step(self, anchor: Any, mean: Any, buffers: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    def step(self, anchor: Any, gradient: Any, buffers: tuple[Any, ...], number: int) -> tuple[Any, ...]:
         """Return the new anchor, and then the new buffers; the arguments are unchanged.
 
         Args:
             anchor: numbers in any shape, a torch or numpy array; as are the others.
-            mean: of the workers' models.
+            gradient: the pseudo-gradient.
             buffers: see `buffers`.
             number: steps before this one.
         """
-        gradient = anchor - mean
         velocity, *sums = buffers
         gathered = sum(sums, gradient)
         change = gradient / self.momentum_every

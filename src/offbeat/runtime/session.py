@@ -732,10 +732,10 @@ class Session:
     def local_state_dict(self) -> dict[str, Any]:
         """Return what a run needs to continue that no other worker has: parts of gradients yet to be sent.
 
-        Where gradients are compressed, each worker adds to its next gradient what it did not send of those
-        before. To continue bit for bit, each worker saves this to a file of its own, at the step at which
-        the leader saves `state_dict`. Without it, a continued run lacks these parts. Elsewhere, and on an
-        excluded worker, there are none.
+        Where gradients, or the pseudo-gradients of `DiLoCo`, are compressed, each worker adds to its next one
+        what it did not send of those before. To continue bit for bit, each worker saves this to a file of its
+        own, at the step at which the leader saves `state_dict`. Without it, a continued run lacks these
+        parts. Elsewhere, and on an excluded worker, there are none.
 
         Raises:
             WorkerError: the job failed, or a signal handler or a hook calls it within a step.

@@ -22,14 +22,15 @@ class AllReduce(GroupAveraging):
     Args:
         bucket_bytes: largest size of a bucket of several gradients, in bytes.
         timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
-        compress: what is sent of gradients. None: all of it. "bf16", "fp16": 16 bits of each number.
-            "int8": 8 bits. "powersgd:RANK": of each gradient of at least two dimensions an approximation of
-            this rank. "topk:RATIO": of each of these this share, the largest numbers; "randomk:RATIO": others
-            in each step. "sign", "qsgd:LEVELS": their signs, or numbers of so many levels. What all but the
-            first two do not send is added to the worker's next gradient. "dgc:RATIO", "csc:RATIO": this share
-            of the elements, or of chunks, with momentum correction; ":warmup=ROUNDS" and ":clip=NORM" may
-            follow. "auto": none, "bf16" or "powersgd:2", whichever makes a step shortest in the job's first
-            19 steps, if by at least 5 %. It needs a model on the CPU.
+        compress: what is sent of gradients; None: all of it. "bf16", "fp16", "int8": 16 or 8 bits of each
+            number. Of each gradient of at least two dimensions: "powersgd:RANK": an approximation of this
+            rank; "topk:RATIO": this share, the largest numbers; "chunks:RATIO": the same of each 4,096
+            numbers, rounded to 2 bits; "randomk:RATIO": other numbers in each step; "sign", "qsgd:LEVELS":
+            signs, or numbers of so many levels. "dgc:RATIO", "csc:RATIO": this share of the numbers, or of
+            chunks of them, with momentum correction; ":warmup=ROUNDS" and ":clip=NORM" may follow. What is
+            not sent is added to the worker's next gradient, but under "bf16" and "fp16". "auto": nothing,
+            "bf16" or "powersgd:2", whichever makes a step shortest in the job's first 19 steps, if by at
+            least 5 %. It needs a model on the CPU.
 
     Raises:
         ValueError: an argument is out of range.

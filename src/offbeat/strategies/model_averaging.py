@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from offbeat.errors import OffbeatError
+from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
@@ -63,11 +65,16 @@ class AveragesModels:
             timeout_s=self.timeout_s,
             assigns_samples=self.shards == "dynamic",
             **self.worker_arguments(),
+            **self._compression_arguments(),
         )
 
     def worker_arguments(self) -> dict[str, Any]:
         """Return what a worker has to know beside its actions: in a job, and simulated."""
         return {"overlap": self.overlap, "has_epoch_means": self.global_every == "epoch"}
+
+    def _compression_arguments(self) -> dict[str, Any]:
+        """Return how what a worker sends is compressed."""
+        return {}
 
     def _policy_arguments(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -190,7 +197,9 @@ class LocalSGD(AveragesModels):
     The fastest worker makes `every` steps between two averagings, and a slower one as many as it can in the
     same time, so that no worker waits for another. Models are weighted by the samples that they have learnt
     from. An averaging begins without those that are late; they take part in the next one. Less is sent than
-    under `PReduce`: each averaging sends as much as a step of `AllReduce`.
+    under `PReduce`: each averaging sends as much as a step of `AllReduce`. Models have no common past from
+    which differences could be compressed: `DiLoCo` has one, and, with an outer rate of 1 and no momentum, the
+    mean as here.
 
     All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
     lost workers.
@@ -236,11 +245,15 @@ class DiLoCo(LocalSGD):
     A checkpoint holds the common model and the outer optimizer's momentum. After a resume the next averaging
     follows a whole round of steps later. From a checkpoint of another strategy the momentum begins at zero.
 
+    With `compress` workers send the common model less their own, compressed, and add what they did not send
+    to what they send next (SparseLoCo). Averagings of all models, at the ends of epochs, are not compressed.
+
     Source: Douillard et al. 2023, "DiLoCo: distributed low-communication training of language models";
     Douillard et al. 2025, "Streaming DiLoCo with overlapping communication" (fragments, overlap, delay,
-    mixing); for delayed momentum see `OuterOptimizer`, for steps by pace and quorum `LocalRounds`.
-    Deviations: with `overlap` a worker keeps what it has learnt while a mean was under way; fragments are
-    equal parts of all parameters in their order, not layers.
+    mixing); Sarfi et al. 2025, "Communication efficient LLM pre-training with SparseLoCo" (compress); for
+    delayed momentum see `OuterOptimizer`, for steps by pace and quorum `LocalRounds`. Deviations: with
+    `overlap` a worker keeps what it has learnt while a mean was under way; fragments are equal parts of all
+    parameters in their order, not layers; for those with `compress` see `PseudoGradients`.
 
     Args:
         every: optimizer steps of the fastest worker between two averagings of the same parameters.
@@ -248,9 +261,13 @@ class DiLoCo(LocalSGD):
         delay: with `overlap`, optimizer steps from when a worker's part is sent until it takes the common
             one, for which it waits if it is not there yet; at least 1, and fewer than the steps between two
             averagings. With None it takes it at the end of the step in which it is there.
-        outer_rate, outer_momentum, momentum_every: see `OuterOptimizer`.
+        outer_rate, outer_momentum: see `OuterOptimizer`; by default 0.7 and 0.9. Under "powersgd", "topk"
+            and "chunks" by default 1 and 0: what was not sent before takes the place of the momentum.
+        momentum_every: see `OuterOptimizer`.
         mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
             below 1.
+        compress: how what is sent is compressed, see `AllReduce`; it needs a model on the CPU.
+        residual_decay: the share of what was not sent in a round that is added in the next, from 0 to 1.
         quorum, grace, by_pace: see `LocalSGD`.
         shards, overlap, global_every, detector, timeout_s: see `PReduce`.
 
@@ -263,23 +280,61 @@ class DiLoCo(LocalSGD):
     every: int = 64
     fragments: int = 1
     delay: int | None = None
-    outer_rate: float = 0.7
-    outer_momentum: float = 0.9
+    outer_rate: float | None = None
+    outer_momentum: float | None = None
     momentum_every: int = 1
     mixing: float = 0.0
+    compress: str | None = None
+    residual_decay: float = 0.95
 
     def __post_init__(self) -> None:
         if self.fragments < 1:
             raise ValueError(f"expected at least 1 fragment, got {self.fragments}")
         if not 0 <= self.mixing < 1:
             raise ValueError(f"expected mixing from 0 up to below 1, got {self.mixing}")
+        if not 0 <= self.residual_decay <= 1:
+            raise ValueError(f"expected residual_decay from 0 to 1, got {self.residual_decay}")
+        if self.mixing and self._keeps_residual:
+            raise ValueError(
+                f"expected mixing 0 with compress={self.compress}, got {self.mixing}: a worker would keep a "
+                "part of what it did not send in its model, and send it later as well"
+            )
         self._outer_optimizer()
         super().__post_init__()
 
+    @property
+    def _keeps_residual(self) -> bool:
+        """Whether what is not sent in a round is added to what is sent in the next."""
+        if self.compress is None:
+            return False
+        return parse_compression(self.compress).compressor([], seed=0).keeps_residual
+
     def _outer_optimizer(self) -> OuterOptimizer:
+        rate, momentum = (1.0, 0.0) if self._keeps_residual else (0.7, 0.9)
         return OuterOptimizer(
-            rate=self.outer_rate, momentum=self.outer_momentum, momentum_every=self.momentum_every
+            rate=rate if self.outer_rate is None else self.outer_rate,
+            momentum=momentum if self.outer_momentum is None else self.outer_momentum,
+            momentum_every=self.momentum_every,
         )
+
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
+        """See `Strategy.make_synchronizer`.
+
+        Raises:
+            OffbeatError: `compress` with a model on an accelerator.
+        """
+        if self.compress is not None and trained.device.type != "cpu":
+            raise OffbeatError(
+                f"expected a model on the CPU with compress={self.compress}, got one on {trained.device}: "
+                "leave compress out"
+            )
+        return super().make_synchronizer(loop, trained)
+
+    def _compression_arguments(self) -> dict[str, Any]:
+        return {
+            "compression": None if self.compress is None else parse_compression(self.compress),
+            "residual_decay": self.residual_decay,
+        }
 
     def worker_arguments(self) -> dict[str, Any]:
         """See `AveragesModels.worker_arguments`."""
@@ -293,6 +348,13 @@ class DiLoCo(LocalSGD):
 
     def _policy_arguments(self) -> dict[str, Any]:
         arguments = super()._policy_arguments()
-        for name in ("outer_rate", "outer_momentum", "momentum_every", "mixing"):
+        for name in (
+            "outer_rate",
+            "outer_momentum",
+            "momentum_every",
+            "mixing",
+            "compress",
+            "residual_decay",
+        ):
             del arguments[name]
         return arguments

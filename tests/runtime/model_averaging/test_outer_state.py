@@ -26,6 +26,20 @@ class Exchange:
         return
 
 
+def averaging_of(fragment, number, behind):
+    return AverageModels(
+        exchange_id=AVERAGING,
+        members=(0, 1),
+        joining=(),
+        weights=(0.5, 0.5),
+        steps=(1, 1),
+        includes_buffers=False,
+        outer_step=OuterStep(fragment=fragment, number=number, behind=behind),
+        leader=0,
+        reason="",
+    )
+
+
 class Worker:
     """A worker with one parameter, which takes the mean for its model (a rate of 1, no momentum)."""
 
@@ -39,24 +53,13 @@ class Worker:
 
     def average(self, mean, *, behind=False, anchor=0.0, momentum=0.0, fragment=0, number=0):
         """Takes part in a round whose mean this is, in which worker 1 has the newest anchor."""
-        step = OuterStep(fragment=fragment, number=number, behind=(0,) if behind else ())
-        averaging = AverageModels(
-            exchange_id=AVERAGING,
-            members=(0, 1),
-            joining=(),
-            weights=(0.5, 0.5),
-            steps=(1, 1),
-            includes_buffers=False,
-            outer_step=step,
-            leader=0,
-            reason="",
-        )
+        averaging = averaging_of(fragment, number, (0,) if behind else ())
         exchange = Exchange(anchor, momentum)
         self.flat.take_snapshot()
         self.outer.send_to_members_behind(exchange, averaging, 0, 1)
-        part = self.outer.fragment_of(step)
+        part = self.outer.fragment_of(averaging.outer_step)
         part.of(self.flat.outputs[0]).fill_(mean)
-        before = self.outer.step(step, self.flat.outputs)
+        before = self.outer.step(averaging, 0, self.flat.outputs)
         self.flat.add_difference(before or self.flat.snapshots, part)
         return exchange
 
@@ -100,9 +103,8 @@ def test_a_mean_of_all_models_before_the_first_step_is_the_anchor():
     fresh.take_anchor([torch.tensor([2.0])])
     worker.value.fill_(9.0)
     fresh.begin()
-    step = OuterStep(fragment=0, number=0, behind=())
     worker.flat.outputs[0].fill_(2.0)
-    fresh.step(step, worker.flat.outputs)
+    fresh.step(averaging_of(0, 0, ()), 0, worker.flat.outputs)
     assert worker.flat.outputs[0].tolist() == [2.0]
 
 

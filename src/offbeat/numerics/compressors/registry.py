@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from offbeat.numerics.compressors.cast import Cast
+from offbeat.numerics.compressors.chunked_topk import ChunkedTopK
 from offbeat.numerics.compressors.csc import CSC
 from offbeat.numerics.compressors.dgc import DGC
 from offbeat.numerics.compressors.int8 import Int8
@@ -23,7 +24,7 @@ AUTO: Final = "auto"
 
 _EXPECTED = (
     "expected compress to be bf16, fp16, int8, sign, powersgd:RANK, qsgd:LEVELS, randomk:RATIO, topk:RATIO, "
-    "dgc:RATIO or csc:RATIO, such as powersgd:2, topk:0.01 or dgc:0.001:warmup=500:clip=2"
+    "chunks:RATIO, dgc:RATIO or csc:RATIO, such as powersgd:2, topk:0.01 or dgc:0.001:warmup=500:clip=2"
 )
 
 
@@ -51,6 +52,8 @@ def parse_compression(text: str) -> CompressionMethod:
                 return RandomK(float(option))
             case "topk":
                 return TopK(float(option))
+            case "chunks":
+                return ChunkedTopK(float(option))
             case "dgc" | "csc":
                 ratio, *more = option.split(":")
                 method = DGC if name == "dgc" else CSC

@@ -17,11 +17,12 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
-from offbeat.runtime.averaging.compressed_buckets import EXCHANGES_MAX, CompressedBucket
+from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
 from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
+from offbeat.runtime.collectives.compressed_sum import EXCHANGES_MAX
 
 
 class CompressorState(TypedDict):

@@ -24,21 +24,18 @@ This module decides nothing about rounds.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.compressors.interface import AllGather, AllToAll, CompressionMethod, Requests
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.momentum import MomentumCompressor, MomentumCorrection
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
+from offbeat.runtime.collectives.compressed_sum import CompressedSum
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
-
-EXCHANGES_MAX = 8
-"""Exchanges of one bucket in a round: the compressor's, and that of the entries that are no gradients."""
 
 
 class CompressedBucket(GradientBucket):
@@ -75,7 +72,7 @@ class CompressedBucket(GradientBucket):
         residual_elements = self.gradient_elements if self._compressor.keeps_residual else 0
         own = self.contribution.flat
         self._next_residual, self._spare_residual = (own.new_zeros(residual_elements) for _ in range(2))
-        self._sums: _CompressedSums | None = None  # of the round under way
+        self._sums: CompressedSum | None = None  # of the round under way
 
     def all_reduce(
         self,
@@ -87,7 +84,7 @@ class CompressedBucket(GradientBucket):
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
-        """See `GradientBucket.all_reduce`; the next `EXCHANGES_MAX` indices are this bucket's.
+        """See `GradientBucket.all_reduce`; as many indices as a `CompressedSum` takes are its.
 
         A single member has nothing to send, and compresses nothing.
         """
@@ -98,7 +95,7 @@ class CompressedBucket(GradientBucket):
             )
         if exchange is not self._exchange:
             self._exchange, self._state = exchange, None
-        self._sums = _CompressedSums(exchange, exchange_id, index, algorithm, priority)
+        self._sums = CompressedSum(exchange, exchange_id, index, algorithm, priority)
         own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
         if split < len(own):
             self._sums.add(own[split:], total[split:])
@@ -179,101 +176,3 @@ class CompressedBucket(GradientBucket):
         """See `GradientBucket.end_round`."""
         super().end_round()
         self._sums = None
-
-
-class _CompressedSums:
-    """The sums of one bucket in one round, which `advance` carries on, one request after another.
-
-    Args:
-        exchange: over the group's members.
-        exchange_id, algorithm, priority: of all requests; see `Exchange.all_reduce`.
-        index: of the first request.
-
-    Attributes:
-        state: what the compressor has returned.
-        ended_s: see `PendingExchange`.
-    """
-
-    def __init__(
-        self, exchange: Exchange, exchange_id: int, index: int, algorithm: str, priority: int
-    ) -> None:
-        self._exchange, self._exchange_id, self._next_index = exchange, exchange_id, index
-        self._end_index = index + EXCHANGES_MAX
-        self._algorithm, self._priority = algorithm, priority
-        self._others: list[PendingExchange] = []  # sums that the compressor does not wait for
-        self._requests: Requests | None = None
-        self._answer = torch.empty(0, device="cpu")  # to the request under way
-        self._pending: PendingExchange | None = None
-        self.state: Any = None
-        self.ended_s: float | None = None
-
-    def add(self, values: torch.Tensor, into: torch.Tensor) -> None:
-        """Begin a sum that the compressor does not wait for."""
-        self._others.append(self._all_reduce(values, into))
-
-    def begin(self, requests: Requests) -> None:
-        """Begin the compressor's first request."""
-        self._requests = requests
-        self._request_next(None)
-
-    def wait(self, timeout_s: float) -> None:
-        """See `PendingExchange.wait`: to the end."""
-        deadline_s = time.monotonic() + timeout_s
-        while self.advance(max(0.0, deadline_s - time.monotonic())):
-            pass
-        for other in self._others:
-            other.wait(max(0.0, deadline_s - time.monotonic()))
-        self.ended_s = time.perf_counter()
-
-    def advance(self, timeout_s: float) -> bool:
-        """Wait for the answer to the request under way; return whether another one has been begun then.
-
-        Raises:
-            WorkerError: see `PendingExchange.wait`.
-        """
-        if self._pending is not None:
-            self._pending.wait(timeout_s)
-            self._request_next(self._answer)
-        return self._pending is not None
-
-    @torch.no_grad()
-    def _request_next(self, answer: torch.Tensor | None) -> None:
-        assert self._requests is not None
-        try:
-            request = next(self._requests) if answer is None else self._requests.send(answer)
-        except StopIteration as end:
-            self.state, self._pending = end.value, None
-            return
-        if isinstance(request, AllGather):
-            self._answer = request.values.new_empty(self._exchange.size, len(request.values))
-            self._answer[self._exchange.position] = request.values
-            self._pending = self._exchange.all_gather(
-                self._answer.view(-1), exchange_id=self._exchange_id, index=self._take_index()
-            )
-        elif isinstance(request, AllToAll):
-            members = self._exchange.size
-            self._answer = torch.empty_like(request.values).view(members, len(request.values) // members)
-            self._pending = self._exchange.all_to_all(
-                request.values,
-                self._answer.view(-1),
-                exchange_id=self._exchange_id,
-                index=self._take_index(),
-            )
-        else:
-            self._answer = torch.empty_like(request.values)
-            self._pending = self._all_reduce(request.values, self._answer)
-
-    def _all_reduce(self, values: torch.Tensor, into: torch.Tensor) -> PendingExchange:
-        return self._exchange.all_reduce(
-            values,
-            into,
-            exchange_id=self._exchange_id,
-            index=self._take_index(),
-            algorithm=self._algorithm,
-            priority=self._priority,
-        )
-
-    def _take_index(self) -> int:
-        assert self._next_index < self._end_index, "a compressor makes fewer than EXCHANGES_MAX requests"
-        self._next_index += 1
-        return self._next_index - 1

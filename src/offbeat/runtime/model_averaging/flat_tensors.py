@@ -41,15 +41,16 @@ class Fragment:
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this part of a vector, in place."""
-        start, stop = self._limits(flat)
+        start, stop = self.limits(flat)
         return flat[start:stop]
 
     def outside(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what lies before this part of a vector and what lies behind it, in place."""
-        start, stop = self._limits(flat)
+        start, stop = self.limits(flat)
         return flat[:start], flat[stop:]
 
-    def _limits(self, flat: torch.Tensor) -> tuple[int, int]:
+    def limits(self, flat: torch.Tensor) -> tuple[int, int]:
+        """Return where in a vector this part begins and ends."""
         length = len(flat)
         return length * self.number // self.count, length * (self.number + 1) // self.count
 
@@ -98,7 +99,7 @@ class FlatTensors:
         Memory that another worker may still read, because an exchange was abandoned, is replaced before. On
         an accelerator the tensors are packed there, and this begins to copy them to the host.
         """
-        self._replace_read_memory()
+        self.replace_read_memory()
         self._copy_to_host(self.contributions, weight, is_first=is_first)
 
     @torch.no_grad()
@@ -116,11 +117,34 @@ class FlatTensors:
         """Return new vectors of the same shapes and dtypes."""
         return [self._memory.zeros(flat.numel(), flat.dtype) for flat in self.outputs]
 
+    def shapes(self, fragment: Fragment) -> list[list[torch.Size]]:
+        """Return, for each vector, the shapes of the parts of tensors that a fragment of it holds.
+
+        Of a tensor of several dimensions that it does not hold whole, the part is one row.
+        """
+        shapes: list[list[torch.Size]] = []
+        for number, flat in enumerate(self.outputs):
+            first, last = fragment.limits(flat)
+            start, of_vector = 0, []
+            for tensor in self._real_tensors():
+                if _exchanged_dtype(tensor) != self._dtypes[number]:
+                    continue
+                stop = start + tensor.numel()
+                elements = min(stop, last) - max(start, first)
+                if elements == tensor.numel():
+                    of_vector.append(tensor.shape)
+                elif elements > 0:
+                    of_vector.append(torch.Size([1, elements] if tensor.dim() > 1 else [elements]))
+                start = stop
+            shapes.append(of_vector)
+        return shapes
+
     def split(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the part of each tensor that has elements, in vectors of the same shapes and dtypes."""
         return [part for _, part in self._parts(flats)]
 
-    def _replace_read_memory(self) -> None:
+    def replace_read_memory(self) -> None:
+        """Replace memory that another worker may still read, because an exchange was abandoned."""
         for flats in (self.contributions, self.outputs):
             for index, flat in enumerate(flats):
                 if self._memory.may_be_read(flat):
@@ -171,7 +195,7 @@ class FlatTensors:
             weight: this member's.
             fragment: of all vectors, what is summed.
         """
-        self._replace_read_memory()
+        self.replace_read_memory()
         return [
             exchange.all_reduce(
                 fragment.of(self.contributions[number]),

@@ -11,6 +11,8 @@ differs from the new one, so that all that it has learnt since then is kept, for
 
 The mean of all models, after an epoch, becomes the anchor, too: what workers have learnt is in it.
 
+Instead of the mean of the snapshots, workers may sum compressed pseudo-gradients (see `PseudoGradients`).
+
 A checkpoint holds anchor and buffers, by the parameters' names, and the number of rounds stepped. What its
 worker has learnt in the round under way is its model less its anchor.
 
@@ -27,8 +29,10 @@ import torch
 from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels, OuterStep
 from offbeat.numerics.outer_optimizer import OuterOptimizer
+from offbeat.runtime.collectives.compressed_sum import EXCHANGES_MAX
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors, Fragment
+from offbeat.runtime.model_averaging.pseudo_gradients import PseudoGradients
 
 
 class OuterState:
@@ -40,6 +44,7 @@ class OuterState:
         parameters: the worker's.
         names: of the parameters that have elements, in their order.
         memory: allocates vectors that exchanges send from.
+        pseudo_gradients: what is summed in a round; None for the snapshots, whose mean is taken.
 
     Attributes:
         rounds: rounds up to the last one whose step this worker has made, or that it continues after.
@@ -52,7 +57,9 @@ class OuterState:
         parameters: FlatTensors,
         names: Sequence[str],
         memory: TensorMemory,
+        pseudo_gradients: PseudoGradients | None = None,
     ) -> None:
+        self._pseudo_gradients = pseudo_gradients
         self._optimizer, self._fragments = optimizer, fragments
         self._parameters, self._names, self._memory = parameters, names, memory
         self.rounds = 0
@@ -72,6 +79,26 @@ class OuterState:
     def _allocate(self) -> None:
         vectors = [self._parameters.zeros() for _ in range(1 + self._optimizer.buffers)]
         self._state = [list(flats) for flats in zip(*vectors, strict=True)]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether `sum_pseudo_gradients` takes the place of a sum of snapshots."""
+        return self._pseudo_gradients is not None
+
+    def sum_pseudo_gradients(
+        self, exchange: Exchange, averaging: AverageModels, worker: int
+    ) -> list[PendingExchange]:
+        """Start to sum the members' pseudo-gradients, and to copy the state to members that are behind.
+
+        Args:
+            exchange, worker: see `send_to_members_behind`.
+        """
+        assert self._pseudo_gradients is not None
+        assert averaging.outer_step is not None
+        fragment, anchors = self.fragment_of(averaging.outer_step), [anchor for anchor, *_ in self._state]
+        sums = self._pseudo_gradients.begin(exchange, averaging, worker, fragment, anchors)
+        first_index = len(sums) * EXCHANGES_MAX
+        return [*sums, *self.send_to_members_behind(exchange, averaging, worker, first_index)]
 
     def send_to_members_behind(
         self, exchange: Exchange, averaging: AverageModels, worker: int, first_index: int
@@ -100,16 +127,24 @@ class OuterState:
         ]
 
     @torch.no_grad()
-    def step(self, step: OuterStep, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Step the anchor; replace the models' mean in `outputs` by it.
+    def step(
+        self, averaging: AverageModels, worker: int, outputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Step the anchor; replace the models' mean, or the pseudo-gradients' sum, in `outputs` by it.
 
         Args:
+            averaging: with an outer step.
+            worker: this one.
             outputs: what the exchange has yielded, one for each vector of the parameters.
 
         Returns:
             Anchors from before, if this worker is behind: its model moves by what they differ from `outputs`.
         """
+        step = averaging.outer_step
+        assert step is not None
         fragment, before = self.fragment_of(step), None
+        if self._pseudo_gradients is not None:
+            self._pseudo_gradients.commit(averaging, worker, fragment)
         self._replace_read_memory()
         if self._received is not None:
             before = [anchor.clone() for anchor, *_ in self._state]
@@ -120,10 +155,12 @@ class OuterState:
             self._received = None
         for flats, output in zip(self._state, outputs, strict=True):
             anchor, *buffers = (fragment.of(flat) for flat in flats)
-            new = self._optimizer.step(anchor, fragment.of(output), tuple(buffers), step.number)
+            output_part = fragment.of(output)
+            gradient = output_part if self.is_compressed else anchor - output_part
+            new = self._optimizer.step(anchor, gradient, tuple(buffers), step.number)
             for flat, values in zip((anchor, *buffers), new, strict=True):
                 flat.copy_(values)
-            fragment.of(output).copy_(anchor)
+            output_part.copy_(anchor)
         self.rounds = step.number * self._fragments + step.fragment + 1
         return before
 
@@ -132,6 +169,8 @@ class OuterState:
         """Take the mean of all models for the anchor, as after an epoch."""
         if not self._state:  # the worker has made no step yet
             self._allocate()
+        if self._pseudo_gradients is not None:
+            self._pseudo_gradients.forget_states()
         self._replace_read_memory()
         for (anchor, *_), mean in zip(self._state, means, strict=True):
             anchor.copy_(mean)
@@ -164,6 +203,16 @@ class OuterState:
             for part, value in zip(self._parameters.split(flats), values.values(), strict=True):
                 part.copy_(value)
         self.rounds = state["rounds"]
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """Return what is this worker's alone: its residuals, if it has any."""
+        residuals = {} if self._pseudo_gradients is None else self._pseudo_gradients.residuals()
+        return {"pseudo_gradient_residuals": residuals} if residuals else {}
+
+    def load_local_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `local_state_dict`; see `PseudoGradients.load_residuals`."""
+        if self._pseudo_gradients is not None and "pseudo_gradient_residuals" in state:
+            self._pseudo_gradients.load_residuals(state["pseudo_gradient_residuals"])
 
     def _replace_read_memory(self) -> None:
         """Replace memory that another worker may still read, because an exchange was abandoned."""

@@ -8,9 +8,12 @@ the parameters, and `ModelsAveraged` is reported. Until then this worker is in n
 snapshot does not change. Without `overlap` the worker waits instead, and the mean replaces its parameters.
 With a `delay` the mean is added so many steps after the snapshot was taken, and the worker waits for it then.
 
-With an outer optimizer, what that makes of the mean takes the mean's place (see `OuterState`).
+With an outer optimizer, what that makes of the mean takes the mean's place (see `OuterState`). Where it takes
+a compressed sum, the loop begins the exchange instead of the links' thread, and each later request of the
+compressor: at the end of the first step after the averaging, or the exchange before, is there, or when it
+waits. So such an averaging goes on only as the loops of its members do, and takes a few steps of the slowest.
 
-Threads. The loop calls `end_step` and `wait`, the links' thread `begin_if_due`. The lock of the client guards
+Threads. The loop calls `end_step` and `wait`, the links' thread `on_averaging`. The lock of the client guards
 what they share. Nothing here decides which workers average.
 """
 
@@ -21,6 +24,7 @@ from collections.abc import Callable, Sequence
 from offbeat.events import AverageModels, ModelsAveraged
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.policies.model_averaging.weights import mean_share
+from offbeat.runtime.collectives.compressed_sum import CompressedSum
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
@@ -81,6 +85,15 @@ class SnapshotAveraging:
         """Whether snapshots are averaged, this worker's among them; else the models as they are."""
         return not averaging.includes_buffers and self._client.worker in averaging.group
 
+    def on_averaging(self) -> None:
+        """Begin an averaging that has arrived, unless the loop does; called in the links' thread."""
+        if not self._is_compressed:
+            self.begin_if_due()
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._outer is not None and self._outer.is_compressed
+
     def begin_if_due(self) -> None:
         """Begin to exchange the snapshot if an averaging of snapshots has arrived."""
         with self._client.lock:
@@ -104,6 +117,8 @@ class SnapshotAveraging:
         if len(group) == 1 and averaging.outer_step is None:
             return []
         exchange = self._open_exchange(group)
+        if self._outer is not None and self._outer.is_compressed and averaging.outer_step is not None:
+            return self._outer.sum_pseudo_gradients(exchange, averaging, worker)
         pending = self._parameters.all_reduce_snapshot(
             exchange,
             exchange_id=averaging.exchange_id,
@@ -131,6 +146,9 @@ class SnapshotAveraging:
             WorkerError: the job failed.
         """
         ended = None
+        if self._is_compressed:
+            self.begin_if_due()
+            self._advance_sums()
         if self._has_mean_to_add():
             has_mean = self.wait(COORDINATOR_MARGIN_S)  # so that what ends the exchanges may return
             with self._client.lock:
@@ -146,6 +164,12 @@ class SnapshotAveraging:
             self.begin_if_due()
         return ended
 
+    def _advance_sums(self) -> None:
+        """Begin the requests of compressors that are due."""
+        for one in self._pending or ():
+            if isinstance(one, CompressedSum):
+                one.advance_if_ended(COORDINATOR_MARGIN_S)
+
     def _has_mean_to_add(self) -> bool:
         """Whether an averaging during which the worker trains on has ended, without a fixed delay."""
         pending, averaging = self._pending, self._begun
@@ -156,7 +180,7 @@ class SnapshotAveraging:
     def wait(self, timeout_s: float) -> bool:
         """Wait for the mean of the averaging of snapshots that the worker is in, and apply it.
 
-        Its exchange has begun, or the links' thread is about to begin it.
+        Its exchange has begun, or the links' thread is about to begin it; a compressed one begins here.
 
         Returns:
             Whether there is a mean: the averaging was not cancelled.
@@ -164,6 +188,8 @@ class SnapshotAveraging:
         Raises:
             WorkerError: the job failed.
         """
+        if self._is_compressed:
+            self.begin_if_due()
         self._client.wait_for(lambda: self._pending is not None, timeout_s, "an averaging to begin")
         pending, averaging, has_mean = self._pending, self._begun, True
         assert pending is not None
@@ -184,7 +210,7 @@ class SnapshotAveraging:
         parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
         share = mean_share(averaging, self._client.worker)
         if self._outer is not None and averaging.outer_step is not None:
-            before = self._outer.step(averaging.outer_step, parameters.outputs)
+            before = self._outer.step(averaging, self._client.worker, parameters.outputs)
         if before is None:  # else all of it is new to this worker
             share *= self._share
         if before is None and share == 1.0 and not self._overlap:

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, OuterStateLoaded, Ready
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
@@ -44,6 +45,7 @@ from offbeat.runtime.devices.opening import open_device
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.model_averaging.outer_state import OuterState
+from offbeat.runtime.model_averaging.pseudo_gradients import PseudoGradients
 from offbeat.runtime.model_averaging.snapshot_averaging import SnapshotAveraging
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
@@ -74,6 +76,8 @@ class ModelAveragingSynchronizer:
         fragments: parts of the parameters that the outer optimizer steps by themselves.
         delay: see `SnapshotAveraging`.
         mixing: the share of its own model that a worker keeps, from 0 up to below 1.
+        compression: of what the outer optimizer takes, None for none.
+        residual_decay: see `PseudoGradients`.
     """
 
     def __init__(
@@ -89,11 +93,14 @@ class ModelAveragingSynchronizer:
         fragments: int = 1,
         delay: int | None = None,
         mixing: float = 0.0,
+        compression: CompressionMethod | None = None,
+        residual_decay: float = 1.0,
     ) -> None:
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._delay, self._assigns_samples = overlap, delay, assigns_samples
         self._has_epoch_means = has_epoch_means
         self._outer_optimizer, self._fragments, self._mixing = outer_optimizer, fragments, mixing
+        self._compression, self._residual_decay = compression, residual_decay
         self._outer: OuterState | None = None
         self._forms = ParameterFormCheck(trained.model)
         self._client: CoordinatorClient | None = None
@@ -191,8 +198,18 @@ class ModelAveragingSynchronizer:
         self._parameters = FlatTensors(lambda: parameters, self._memory)
         if self._outer_optimizer is not None:
             names = [str(self._trained.name_of(one)) for one in parameters if one.numel()]
+            pseudo_gradients = None
+            if self._compression is not None:
+                pseudo_gradients = PseudoGradients(
+                    self._compression, self._residual_decay, self._parameters, names
+                )
             self._outer = OuterState(
-                self._outer_optimizer, self._fragments, self._parameters, names, self._memory
+                self._outer_optimizer,
+                self._fragments,
+                self._parameters,
+                names,
+                self._memory,
+                pseudo_gradients,
             )
         self._snapshots = SnapshotAveraging(
             self._parameters,
@@ -244,11 +261,13 @@ class ModelAveragingSynchronizer:
             _log.warning("the checkpoint has no state of an outer optimizer: its momentum begins at zero")
 
     def local_state_dict(self) -> dict[str, Any]:
-        """See `Synchronizer.local_state_dict`."""
-        return {}
+        """See `Synchronizer.local_state_dict`: residuals of compressed pseudo-gradients."""
+        return {} if self._outer is None else self._outer.local_state_dict()
 
     def load_local_state_dict(self, state: dict[str, Any]) -> None:
         """See `Synchronizer.load_local_state_dict`."""
+        if self._outer is not None:
+            self._outer.load_local_state_dict(state)
 
     def complete_state(self) -> None:
         """See `Synchronizer.complete_state`."""
@@ -503,6 +522,6 @@ class ModelAveragingSynchronizer:
     def _on_action(self, action: Action) -> None:
         """Begin an averaging of snapshots, or fail one that is cancelled; called in the I/O thread."""
         if isinstance(action, AverageModels) and self._snapshots is not None:
-            self._snapshots.begin_if_due()
+            self._snapshots.on_averaging()
         elif isinstance(action, CancelAveraging) and self._protocol.is_cancelled:
             self.abandon(AveragingCancelledError())

@@ -257,7 +257,8 @@ class AveragingWorker(SimulatedWorker):
             for flat, received in zip(self.outer_state, averaging.donor_outer_state, strict=True):
                 flat[part] = received[part]
         anchor, *buffers = (flat[part] for flat in self.outer_state)
-        stepped = self.cluster.outer_optimizer.step(anchor, averaging.mean[part], tuple(buffers), step.number)
+        gradient = anchor - averaging.mean[part]
+        stepped = self.cluster.outer_optimizer.step(anchor, gradient, tuple(buffers), step.number)
         for flat, values in zip(self.outer_state, stepped, strict=True):
             flat[part] = values
         averaging.check_anchor(self, self.outer_state[0][part])
