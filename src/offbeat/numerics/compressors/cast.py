@@ -36,7 +36,7 @@ class Cast:
         self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor, state: Any, *, members: int
     ) -> Requests:
         """See `Compressor.sum`."""
-        out.copy_((yield Sum(vector.to(self.dtype))))
+        out.copy_((yield Sum(vector.to(self.dtype), is_last=True)))
 
     def finish_residual(
         self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float

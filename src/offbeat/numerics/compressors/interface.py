@@ -18,9 +18,11 @@ class Sum(NamedTuple):
 
     Attributes:
         values: 1-D; unchanged until the compressor has the answer.
+        is_last: no request follows. So a member that begins it owes the others nothing more.
     """
 
     values: torch.Tensor
+    is_last: bool = False
 
 
 class Gather(NamedTuple):
@@ -30,9 +32,11 @@ class Gather(NamedTuple):
 
     Attributes:
         values: 1-D, equally long on all members; unchanged until the compressor has the answer.
+        is_last: see `Sum`.
     """
 
     values: torch.Tensor
+    is_last: bool = False
 
 
 Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]

@@ -77,7 +77,8 @@ class PowerSGDCompressor:
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
         uncompressed = [vector[start : start + elements] for start, elements in self._uncompressed]
-        first = yield Sum(torch.cat([part.flatten() for part in [*parts, *uncompressed]]))
+        values = torch.cat([part.flatten() for part in [*parts, *uncompressed]])
+        first = yield Sum(values, is_last=not parts)
         pieces = first.split([part.numel() for part in [*parts, *uncompressed]])
         for (start, elements), piece in zip(self._uncompressed, pieces[len(parts) :], strict=True):
             out[start : start + elements] = piece
@@ -88,7 +89,7 @@ class PowerSGDCompressor:
             for piece, part in zip(pieces[: len(parts)], parts, strict=True)
         ]
         parts = [m.T @ p for m, p in zip(self._as_matrices(vector), left, strict=True)]
-        second = yield Sum(torch.cat([part.flatten() for part in parts]))
+        second = yield Sum(torch.cat([part.flatten() for part in parts]), is_last=True)
         right = [
             piece.view_as(part)
             for piece, part in zip(second.split([part.numel() for part in parts]), parts, strict=True)

@@ -74,11 +74,12 @@ class TopKCompressor:
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members >= 1 or not self._sparse:
             residual.zero_()
-            out.copy_((yield Sum(vector)))
+            out.copy_((yield Sum(vector, is_last=True)))
             return
         indices = torch.cat([self._choose(vector, *span) for span in self._sparse])
         values = vector[indices]
-        received = yield Gather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
+        sent = torch.cat([values.view(torch.int32), indices.to(torch.int32)])
+        received = yield Gather(sent, is_last=not self._uncompressed)
         out.zero_()
         for row in received:
             others_indices = row[-len(indices) :].long()
@@ -87,7 +88,7 @@ class TopKCompressor:
         residual[indices] = 0
         if self._uncompressed:
             spans = [(start, start + elements) for start, elements in self._uncompressed]
-            summed = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]))
+            summed = yield Sum(torch.cat([vector[start:stop] for start, stop in spans]), is_last=True)
             pieces = summed.split([elements for _, elements in self._uncompressed])
             for (start, stop), piece in zip(spans, pieces, strict=True):
                 out[start:stop] = piece

@@ -4,9 +4,12 @@ Theory of operation
 -------------------
 
 A compressor says what is to be summed or gathered, one tensor after another; each is an exchange of its own.
-The first begins when the bucket is full, during the backward pass; the next ones begin when the loop waits
-for the buckets, in the loop's thread, since computing them would compete with the backward pass anyway.
-Buffers and the trailer are summed as they are.
+The first begins when the bucket is full, during the backward pass; the next ones begin in the loop's thread,
+when the averager calls `advance`, since computing them would compete with the backward pass anyway. A sum
+arrives only when all members have begun its last exchange. So that no two members wait for each other,
+`advance` is called for all buckets, in the same order on all members, before any sum is waited for. After the
+last exchange each member works alone: the first thread that waits for the sum computes it. Buffers and the
+trailer are summed as they are.
 
 A residual is what no sum contains yet of this worker's gradients. `BucketSet` packs it with the next gradient
 (error feedback). It is kept as a gradient is, without the worker's weight, so that a round with fewer samples
@@ -21,6 +24,7 @@ This module decides nothing about rounds.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -32,6 +36,7 @@ from offbeat.numerics.compressors.interface import CompressionMethod, Gather, Re
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
+from offbeat.runtime.training.partial_step import optimizer_step_mode
 
 EXCHANGES_MAX = 8
 """Exchanges of one bucket in a round: the compressor's, and that of the entries that are no gradients."""
@@ -69,7 +74,8 @@ class CompressedBucket(GradientBucket):
         residual_elements = self.gradient_elements if self._compressor.keeps_residual else 0
         own = self.contribution.flat
         self._next_residual, self._spare_residual = (own.new_zeros(residual_elements) for _ in range(2))
-        self._sums: _CompressedSums | None = None  # of the round under way
+        self._sums: _CompressedSums | None = None  # until `commit`
+        self._total = own.new_empty(0)  # the memory of their result, which `output` no longer is after a swap
 
     def all_reduce(
         self,
@@ -92,8 +98,9 @@ class CompressedBucket(GradientBucket):
             )
         if exchange is not self._exchange:
             self._exchange, self._state = exchange, None
-        self._sums = _CompressedSums(exchange, exchange_id, index, algorithm, priority)
         own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
+        self._sums = _CompressedSums(exchange, exchange_id, index, algorithm, priority)
+        self._total = total[:split]
         if split < len(own):
             self._sums.add(own[split:], total[split:])
         if split:
@@ -102,6 +109,12 @@ class CompressedBucket(GradientBucket):
             )
             self._sums.begin(requests)
         return self._sums
+
+    @property
+    def can_advance(self) -> bool:
+        """See `GradientBucket.can_advance`."""
+        sums = self._sums
+        return sums is not None and sums.can_advance
 
     def advance(self, timeout_s: float) -> bool:
         """See `GradientBucket.advance`."""
@@ -112,15 +125,17 @@ class CompressedBucket(GradientBucket):
 
     def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
         """See `GradientBucket.commit`: keeps the compressor's state, and new residuals."""
-        if self._sums is not None:
-            self._state = self._sums.state
+        sums, total = self._sums, self._total
+        self._sums, self._total = None, total.new_empty(0)
+        if sums is not None:
+            self._state = sums.state
         if not len(self._next_residual) or not own_weight:
             return
-        split, residual = self.gradient_elements, self._next_residual
-        if self._sums is None:
+        residual = self._next_residual
+        if sums is None:
             residual.zero_()
         else:
-            own, total = self.contribution.flat[:split], self.output.flat[:split]
+            own = self.contribution.flat[: self.gradient_elements]
             self._compressor.finish_residual(own, total, residual, share=own_weight / weight)
             residual.div_(own_weight)
         count = self.gradient_count
@@ -132,14 +147,34 @@ class CompressedBucket(GradientBucket):
                 self._residuals[entry] = residual[start:stop].copy_(self._residuals[entry])
         self._next_residual, self._spare_residual = self._spare_residual, residual
 
-    def end_round(self) -> None:
-        """See `GradientBucket.end_round`."""
-        super().end_round()
-        self._sums = None
+
+def make_compressed_buckets(
+    plan: Sequence[Bucket],
+    shapes: Sequence[torch.Size],
+    parameters: int,
+    zeros: ZerosFactory,
+    *,
+    method: CompressionMethod,
+    residuals: dict[int, torch.Tensor],
+) -> list[GradientBucket]:
+    """Return the buckets of a plan, of which those with gradients of real numbers are compressed.
+
+    Args:
+        plan, shapes, parameters, zeros: see `GradientBucket`.
+        method, residuals: see `CompressedBucket`.
+    """
+    return [
+        CompressedBucket(bucket, shapes, parameters, zeros, method=method, seed=index, residuals=residuals)
+        if bucket.dtype.is_floating_point and bucket.entries[0] < parameters
+        else GradientBucket(bucket, shapes, parameters, zeros)
+        for index, bucket in enumerate(plan)
+    ]
 
 
 class _CompressedSums:
     """The sums of one bucket in one round, which `advance` carries on, one request after another.
+
+    Several threads may wait for them.
 
     Args:
         exchange: over the group's members.
@@ -161,6 +196,8 @@ class _CompressedSums:
         self._requests: Requests | None = None
         self._answer = torch.empty(0, device="cpu")  # to the request under way
         self._pending: PendingExchange | None = None
+        self._is_last = False  # the request under way
+        self._lock = threading.Lock()  # held by the thread that runs the compressor
         self.state: Any = None
         self.ended_s: float | None = None
 
@@ -176,24 +213,34 @@ class _CompressedSums:
     def wait(self, timeout_s: float) -> None:
         """See `PendingExchange.wait`: to the end."""
         deadline_s = time.monotonic() + timeout_s
-        while self.advance(max(0.0, deadline_s - time.monotonic())):
-            pass
+        while self._pending is not None:
+            self._answer_request(max(0.0, deadline_s - time.monotonic()))
         for other in self._others:
             other.wait(max(0.0, deadline_s - time.monotonic()))
         self.ended_s = time.perf_counter()
 
+    @property
+    def can_advance(self) -> bool:
+        """See `GradientBucket.can_advance`."""
+        pending = self._pending
+        return pending is not None and pending.ended_s is not None and not self._is_last
+
     def advance(self, timeout_s: float) -> bool:
-        """Wait for the answer to the request under way; return whether another one has been begun then.
+        """See `GradientBucket.advance`."""
+        if not self._is_last:
+            self._answer_request(timeout_s)
+        return self._pending is not None and not self._is_last
 
-        Raises:
-            WorkerError: see `PendingExchange.wait`.
-        """
-        if self._pending is not None:
-            self._pending.wait(timeout_s)
-            self._request_next(self._answer)
-        return self._pending is not None
+    def _answer_request(self, timeout_s: float) -> None:
+        """Wait for the answer to the request under way, and begin the next one."""
+        pending = self._pending
+        if pending is not None:
+            pending.wait(timeout_s)
+            with self._lock:
+                if self._pending is pending:  # no other thread has done it
+                    self._request_next(self._answer)
 
-    @torch.no_grad()
+    @optimizer_step_mode()  # whichever modes the program waits in
     def _request_next(self, answer: torch.Tensor | None) -> None:
         assert self._requests is not None
         try:
@@ -201,6 +248,7 @@ class _CompressedSums:
         except StopIteration as end:
             self.state, self._pending = end.value, None
             return
+        self._is_last = request.is_last
         if isinstance(request, Gather):
             self._answer = request.values.new_empty(self._exchange.size, len(request.values))
             self._answer[self._exchange.position] = request.values
