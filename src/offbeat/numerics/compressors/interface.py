@@ -40,7 +40,7 @@ class Gather(NamedTuple):
 
 
 Requests: TypeAlias = Generator[Sum | Gather, torch.Tensor, Any]
-"""Yields what it asks for, gets the answers, and returns the compressor's next state."""
+"""Yields what it asks for, the last one marked as such, gets the answers, and returns the next state."""
 
 
 class Compressor(Protocol):

@@ -11,8 +11,8 @@ arrives only when all members have begun its last exchange. So that no two membe
 last exchange each member works alone: the first thread that waits for the sum computes it. Buffers and the
 trailer are summed as they are.
 
-A residual is what no sum contains yet of this worker's gradients. `BucketSet` packs it with the next gradient
-(error feedback). It is kept as a gradient is, without the worker's weight, so that a round with fewer samples
+A residual is what no sum contains yet of this worker's gradients. It is packed with the next gradient (error
+feedback), and kept as a gradient is, without the worker's weight, so that a round with fewer samples
 gives it no other weight than its gradients. It changes only when a round's means are used: a round that is
 abandoned and repeated begins with the same residual, and a round leaves it where this worker has weight 0 or
 no member has a gradient. Therefore a bucket has memory for two. A worker whose model was replaced drops its
