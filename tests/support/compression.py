@@ -25,7 +25,7 @@ def sum_compressed(compressor, vectors, states=None):
             zip(vectors, outs, residuals, states or [None] * len(vectors), strict=True)
         )
     ]
-    ended, answers, requested_bytes = [], [None] * len(vectors), 0
+    ended, answers, requested_bytes, is_last = [], [None] * len(vectors), 0, False
     while True:
         requests = []
         for call, answer, residual in zip(calls, answers, residuals, strict=True):
@@ -34,10 +34,13 @@ def sum_compressed(compressor, vectors, states=None):
             except StopIteration as end:
                 ended.append(Ended(residual, end.value))
         if not requests:
+            assert is_last, "the last request is announced as such"
             for vector, out, residual in zip(vectors, outs, residuals, strict=True):
                 compressor.finish_residual(vector, out, residual, share=1 / len(vectors))
             return outs, ended, requested_bytes
         assert not ended, "all members make the same requests"
+        assert not is_last, "no request follows the last one"
+        is_last = requests[0].is_last
         assert len({type(request) for request in requests}) == 1
         requested_bytes += requests[0].values.nbytes
         values = torch.stack([request.values for request in requests])

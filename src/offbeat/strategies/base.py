@@ -54,6 +54,19 @@ def check_timeout(timeout_s: float) -> None:
         raise ValueError(f"timeout_s must be finite and more than 0 s, got {timeout_s}")
 
 
+def check_compresses(compress: str | None, trained: TrainingState) -> None:
+    """Check that the gradients of what is trained can be compressed.
+
+    Raises:
+        OffbeatError: compressed gradients of a model on an accelerator.
+    """
+    if compress is not None and trained.device.type != "cpu":
+        raise OffbeatError(
+            f"expected a model on the CPU with compress={compress}, got one on {trained.device}: "
+            "leave compress out"
+        )
+
+
 class GroupAveraging:
     """Base of the strategies that average gradients over the workers of one group."""
 
@@ -88,11 +101,7 @@ class GroupAveraging:
             OffbeatError: compressed gradients of a model on an accelerator, or with momentum correction and
                 another optimizer than SGD with momentum.
         """
-        if self.compress is not None and trained.device.type != "cpu":
-            raise OffbeatError(
-                f"expected a model on the CPU with compress={self.compress}, got one on {trained.device}: "
-                "leave compress out"
-            )
+        check_compresses(self.compress, trained)
         compression = None if self.compress in (None, AUTO) else parse_compression(self.compress)
         if isinstance(compression, MomentumCorrecting):
             check_momentum(trained)

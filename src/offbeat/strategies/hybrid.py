@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from offbeat.numerics.collectives.plans import ALGORITHM_POLICIES, AlgorithmPolicy
+from offbeat.numerics.compressors.momentum import MomentumCorrecting
+from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -16,7 +18,7 @@ from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
 from offbeat.runtime.hybrid.layer_layout import SendOrder
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
-from offbeat.strategies.base import check_timeout, lockstep_specs
+from offbeat.strategies.base import check_compresses, check_timeout, lockstep_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,9 @@ class Hybrid:
         fuse_bytes: adjacent layers of at most this many bytes in all are sent together; 0: none are. By
             default, as long as a message costs more for latency on the busy line than for its bytes.
         timeout_s: how long the other workers wait for a live worker before the job fails, in seconds.
+        compress: what is sent of gradients; see `AllReduce`, without dgc, csc and auto. Buckets and
+            algorithms are planned by uncompressed bytes. Of several sums, as PowerSGD has, only the last one
+            overlaps the next forward pass; the others end before `backward()` does.
 
     Raises:
         ValueError: an argument is out of range.
@@ -68,6 +73,7 @@ class Hybrid:
     overlap: Overlap = "forward"
     fuse_bytes: int | None = None
     timeout_s: float = 600.0
+    compress: str | None = None
 
     def __post_init__(self) -> None:
         for what, chosen, known in (
@@ -80,6 +86,12 @@ class Hybrid:
         if self.fuse_bytes is not None and self.fuse_bytes < 0:
             raise ValueError(f"fuse_bytes must be at least 0 bytes, got {self.fuse_bytes}")
         check_timeout(self.timeout_s)
+        method = None if self.compress is None else parse_compression(self.compress)
+        if isinstance(method, MomentumCorrecting):
+            raise ValueError(
+                f"expected compress without momentum correction, got {self.compress!r}: layers are stepped "
+                "one by one; take topk, or the strategy bsp"
+            )
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
@@ -90,7 +102,12 @@ class Hybrid:
         return GroupProtocol(worker)
 
     def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> GroupSynchronizer:
-        """See `Strategy.make_synchronizer`."""
+        """See `Strategy.make_synchronizer`.
+
+        Raises:
+            OffbeatError: compressed gradients of a model on an accelerator.
+        """
+        check_compresses(self.compress, trained)
 
         def averaging(binding: GroupBinding | None, context: AveragerContext) -> Averager:
             if binding is None:  # a single worker has nothing to overlap
@@ -108,6 +125,7 @@ class Hybrid:
                 order=self.order,
                 overlap=self.overlap,
                 timeout_s=self.timeout_s,
+                compression=None if self.compress is None else parse_compression(self.compress),
             )
 
         return GroupSynchronizer(

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -257,15 +259,32 @@ class OneMember(OtherSendsZeros):
     size = 1
 
 
+class EndsForTwo(OtherSendsZeros):
+    """Two threads wait for each exchange, and go on when both do."""
+
+    def all_reduce(self, flat, into, **_):
+        into.copy_(flat)
+        return SimpleNamespace(wait=threading.Barrier(2).wait, ended_s=0.0)
+
+
 def top_tenth(residuals):
+    return bucket_of("topk:0.1", residuals)
+
+
+def bucket_of(method, residuals):
     plan = Bucket(dtype=torch.float64, entries=(0,), offsets=(0,), elements=600)
 
     def zeros(elements, dtype):
         return torch.zeros(elements, dtype=dtype)
 
-    method = parse_compression("topk:0.1")
     return CompressedBucket(
-        plan, [torch.Size((20, 30))], 1, zeros, method=method, seed=0, residuals=residuals
+        plan,
+        [torch.Size((20, 30))],
+        1,
+        zeros,
+        method=parse_compression(method),
+        seed=0,
+        residuals=residuals,
     )
 
 
@@ -286,6 +305,31 @@ def test_a_residual_changes_only_when_the_means_are_used():
         bucket.commit(own_weight=0.5, weight=1.0, used=[1.0])
         assert torch.equal(residuals[0] * 0.5 + bucket.output.flat, bucket.contribution.flat)
         bucket.end_round()
+
+
+def test_of_two_threads_that_wait_for_a_sum_one_computes_it():
+    residuals = {}
+    bucket = bucket_of("powersgd:1", residuals)
+    bucket.contribution.flat.copy_(torch.arange(600.0))
+    pending = bucket.all_reduce(EndsForTwo(), exchange_id=1, index=0)
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(pending.wait, [60.0, 60.0])] == [None, None]
+    bucket.commit(own_weight=1.0, weight=1.0, used=[1.0])
+    assert bucket.output.flat.any()
+    torch.testing.assert_close(residuals[0] + bucket.output.flat, bucket.contribution.flat)
+
+
+def test_exchanges_but_the_last_are_begun_before_the_sum_is_waited_for():
+    bucket = bucket_of("powersgd:1", {})
+    bucket.contribution.flat.copy_(torch.arange(600.0))
+    assert not bucket.can_advance
+    bucket.all_reduce(OtherSendsZeros(), exchange_id=1, index=0)
+    assert bucket.can_advance
+    assert not bucket.advance(1.0), "the second of two exchanges is under way"
+    assert not bucket.can_advance
+    assert not bucket.output.flat.any()
+    assert not bucket.advance(1.0)
+    assert not bucket.output.flat.any(), "what follows the last exchange is left to who waits"
 
 
 def test_a_residual_stays_where_the_worker_has_no_weight_or_the_gradient_is_not_used():

@@ -228,6 +228,11 @@ def same_bits(rank, emit, model, optimizer, options):
         ("plain", "adam", {"policy": "conv_butterfly_fc_ring", "fuse_bytes": 4000, "order": "fifo"}),
         ("plain", "foreach", {"policy": "table4", "fuse_bytes": 0}),
         ("tied", "adam", {"policy": "ring", "fuse_bytes": 10**9}),
+        *(
+            (model, "sgd", {"policy": "conv_butterfly_fc_ring", "fuse_bytes": 2000, "compress": method})
+            for model in ("plain", "unused", "twice", "normed")
+            for method in ("bf16", "powersgd:1", "topk:0.1")
+        ),
     ],
 )
 def test_a_deferred_step_gives_bit_identical_results(model, optimizer, options):
@@ -424,11 +429,11 @@ LOOPS = {
 }
 
 
-def like_lockstep(rank, emit, loop):
+def like_lockstep(rank, emit, loop, method):
     torch.set_num_threads(1)
     step, deferred = LOOPS[loop]
-    expected, _ = trained("plain", "sgd", AllReduce(), step)
-    found, count = trained("plain", "sgd", Hybrid(), step)
+    expected, _ = trained("plain", "sgd", AllReduce(compress=method), step)
+    found, count = trained("plain", "sgd", Hybrid(compress=method), step)
     assert deferred is None or count == deferred
     assert_close(found, expected)
     return found
@@ -447,9 +452,10 @@ def assert_close(found, expected):
 
 
 @pytest.mark.long(after=1)
+@pytest.mark.parametrize("method", [None, "topk:0.05"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_kind_of_training_loop_ends_with_the_parameters_of_bsp(loop):
-    first, second = values(run(like_lockstep, 2, loop))
+def test_every_kind_of_training_loop_ends_with_the_parameters_of_bsp(loop, method):
+    first, second = values(run(like_lockstep, 2, loop, method))
     assert first == second
 
 
@@ -774,9 +780,9 @@ def test_a_failed_step_ahead_of_the_forward_pass_raises_there_and_is_not_retried
     assert kinds <= {"ArithmeticError", "WorkerError"}
 
 
-def constant_memory(rank, emit):
+def constant_memory(rank, emit, method):
     one, stepper = made("plain")
-    with offbeat.join(one, stepper, Hybrid(fuse_bytes=0)) as session:
+    with offbeat.join(one, stepper, Hybrid(fuse_bytes=0, compress=method)) as session:
         rounds = session._synchronizer.averager._rounds
         buffer_ids = []
 
@@ -792,12 +798,14 @@ def constant_memory(rank, emit):
             buffer_ids.append(
                 {id(buffer) for bucket in rounds.buckets for buffer in (bucket.output, bucket._spare)}
             )
-        assert len(rounds.exchange._prepared) == len(rounds.buckets)
+        uncompressed = rounds.buckets[0 if method is None else rounds.layout.gradient_buckets :]
+        assert len(rounds.exchange._prepared) == len(uncompressed)
         assert buffer_ids[-1] == buffer_ids[3], "a buffer without references is reused"
 
 
-def test_memory_stays_the_same_from_step_to_step():
-    values(run(constant_memory, 2))
+@pytest.mark.parametrize("method", [None, "powersgd:1"])
+def test_memory_stays_the_same_from_step_to_step(method):
+    values(run(constant_memory, 2, method))
 
 
 class MySGD(torch.optim.SGD):
@@ -910,9 +918,9 @@ def test_a_compiled_model_is_rejected_with_a_clear_error():
         assert "or use bsp" in ended.error
 
 
-def hangs_in_forward(rank, emit, victim):
+def hangs_in_forward(rank, emit, victim, method):
     one, stepper = made("plain")
-    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0)) as session:
+    with offbeat.join(one, stepper, Hybrid(policy="ring", fuse_bytes=0, compress=method)) as session:
         for number in range(3):
             plain_step(session, one, stepper, number)
         if rank == victim:
@@ -929,9 +937,9 @@ def hangs_in_forward(rank, emit, victim):
 
 
 @pytest.mark.long(after=1)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim):
-    with job(hangs_in_forward, 3, victim) as running:
+@pytest.mark.parametrize(("victim", "method"), [(0, None), (2, None), (1, "powersgd:1")])
+def test_a_worker_killed_while_others_wait_for_its_layers_is_named(victim, method):
+    with job(hangs_in_forward, 3, victim, method) as running:
         running.receive(victim)
         running.signal(victim, signal.SIGKILL)
         ended = running.ends()

@@ -43,7 +43,7 @@ class Cast:
         position: int,
     ) -> Requests:
         """See `Compressor.sum`."""
-        out.copy_((yield Sum(vector.to(self.dtype))))
+        out.copy_((yield Sum(vector.to(self.dtype), is_last=True)))
 
     def finish_residual(
         self, vector: torch.Tensor, total: torch.Tensor, residual: torch.Tensor, *, share: float

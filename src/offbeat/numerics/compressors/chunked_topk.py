@@ -82,10 +82,10 @@ class ChunkedTopKCompressor(WritesResidual):
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members * _BITS >= _BITS_OF_SUM or not self._chunks:
             residual.zero_()
-            out.copy_((yield Sum(vector)))
+            out.copy_((yield Sum(vector, is_last=True)))
             return
         own = self._encode(vector)
-        received = yield AllGather(own)
+        received = yield AllGather(own, is_last=not self._layout.has_uncompressed)
         out.zero_()
         for row in received:
             out.index_add_(0, *self._decode(row, vector.dtype))

@@ -65,7 +65,7 @@ class CSCCompressor(MomentumCompressor):
         rounds, summed = (0, None) if state is None else state
         count = self._count(rounds)
         if count == len(self._chunks):
-            out.copy_((yield Sum(vector)))
+            out.copy_((yield Sum(vector, is_last=True)))
             residual.zero_()
             return rounds + 1, self._magnitudes(out)
         if summed is None:
@@ -75,7 +75,8 @@ class CSCCompressor(MomentumCompressor):
         residual.copy_(vector)
         for chunk in chosen:
             residual[chunk] = 0
-        answer = yield Sum(torch.cat([*(vector[chunk] for chunk in chosen), self._magnitudes(residual)]))
+        sent = torch.cat([*(vector[chunk] for chunk in chosen), self._magnitudes(residual)])
+        answer = yield Sum(sent, is_last=True)
         out.zero_()
         pieces = answer.split([*(chunk.stop - chunk.start for chunk in chosen), len(self._chunks)])
         for chunk, piece in zip(chosen, pieces[:-1], strict=True):

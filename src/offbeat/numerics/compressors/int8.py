@@ -60,7 +60,7 @@ class Int8(WritesResidual):
         received = yield AllToAll(sent.view(-1))
         own -= _dequantize(sent, work)
         part_sum = _dequantize(received, work).sum(0)
-        answer = yield AllGather(_quantize(part_sum[None], work[:1]).view(-1))
+        answer = yield AllGather(_quantize(part_sum[None], work[:1]).view(-1), is_last=True)
         total = _dequantize(answer, work)
         out.copy_(total.view(-1)[: len(out)])
         own[position] += part_sum - total[position]

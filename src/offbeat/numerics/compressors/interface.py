@@ -18,9 +18,11 @@ class Sum(NamedTuple):
 
     Attributes:
         values: 1-D; unchanged until the compressor has the answer.
+        is_last: no request follows. So a member that begins it owes the others nothing more.
     """
 
     values: torch.Tensor
+    is_last: bool = False
 
 
 class AllGather(NamedTuple):
@@ -30,9 +32,11 @@ class AllGather(NamedTuple):
 
     Attributes:
         values: 1-D, equally long on all members; unchanged until the compressor has the answer.
+        is_last: see `Sum`.
     """
 
     values: torch.Tensor
+    is_last: bool = False
 
 
 class AllToAll(NamedTuple):
@@ -43,13 +47,15 @@ class AllToAll(NamedTuple):
     Attributes:
         values: 1-D, as many equal parts as there are members, for each of them, in their order; unchanged
             until the compressor has the answer.
+        is_last: see `Sum`.
     """
 
     values: torch.Tensor
+    is_last: bool = False
 
 
 Requests: TypeAlias = Generator[Sum | AllGather | AllToAll, torch.Tensor, Any]
-"""Yields what it asks for, gets the answers, and returns the compressor's next state."""
+"""Yields what it asks for, the last one marked as such, gets the answers, and returns the next state."""
 
 
 class Compressor(Protocol):

@@ -70,10 +70,15 @@ class Layout:
             span.of(out).copy_(piece)
             span.of(residual).zero_()
 
+    @property
+    def has_uncompressed(self) -> bool:
+        """Whether `sum_uncompressed` makes a request."""
+        return bool(self._uncompressed)
+
     def sum_uncompressed(self, vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> Requests:
-        """Sum these elements; see `Compressor.sum`. Without any, nothing is requested."""
+        """Sum these elements, as the last request; see `Compressor.sum`. Without any, there is none."""
         if self._uncompressed:
-            self.write_uncompressed((yield Sum(self.uncompressed(vector))), out, residual)
+            self.write_uncompressed((yield Sum(self.uncompressed(vector), is_last=True)), out, residual)
 
 
 class WritesResidual:

@@ -75,14 +75,15 @@ class PowerSGDCompressor:
         right = self._first_right(vector) if state is None else state
         parts = [m @ q for m, q in zip(self._as_matrices(vector), right, strict=True)]
         uncompressed = self._layout.uncompressed(vector)
-        first = yield Sum(torch.cat([*(part.flatten() for part in parts), uncompressed]))
+        values = torch.cat([*(part.flatten() for part in parts), uncompressed])
+        first = yield Sum(values, is_last=not parts)
         *pieces, summed = first.split([*(part.numel() for part in parts), len(uncompressed)])
         self._layout.write_uncompressed(summed, out, residual)
         if not parts:
             return []
         left = [torch.linalg.qr(piece.view_as(part)).Q for piece, part in zip(pieces, parts, strict=True)]
         parts = [m.T @ p for m, p in zip(self._as_matrices(vector), left, strict=True)]
-        second = yield Sum(torch.cat([part.flatten() for part in parts]))
+        second = yield Sum(torch.cat([part.flatten() for part in parts]), is_last=True)
         right = [
             piece.view_as(part)
             for piece, part in zip(second.split([part.numel() for part in parts]), parts, strict=True)

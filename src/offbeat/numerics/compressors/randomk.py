@@ -72,7 +72,7 @@ class RandomKCompressor(WritesResidual):
         indices = self._choose(rounds)
         low, high = vector.aminmax()
         chosen = vector[indices] + (0 * low + 0 * high)  # NaN where an element of the vector is not finite
-        summed = yield Sum(torch.cat([chosen, self._layout.uncompressed(vector)]))
+        summed = yield Sum(torch.cat([chosen, self._layout.uncompressed(vector)]), is_last=True)
         out.zero_()
         out[indices] = summed[: len(indices)]
         residual.copy_(vector)

@@ -36,7 +36,8 @@ def sum_scaled(
         unpack: its inverse; may return integers more than were packed.
     """
     scale_bytes = scales.view(torch.uint8)
-    received = yield AllGather(torch.cat([scale_bytes, pack(integers)]))
+    sent = torch.cat([scale_bytes, pack(integers)])
+    received = yield AllGather(sent, is_last=not layout.has_uncompressed)
     out.zero_()
     residual.copy_(vector)
     rounded = torch.empty_like(vector)
@@ -64,4 +65,4 @@ def gathering_pays(layout: Layout, members: int, *, sent_bits: int, element_byte
 def sum_whole(vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> Requests:
     """Sum a vector uncompressed, which leaves no residual; see `Compressor.sum`."""
     residual.zero_()
-    out.copy_((yield Sum(vector)))
+    out.copy_((yield Sum(vector, is_last=True)))

@@ -71,11 +71,12 @@ class TopKCompressor(WritesResidual):
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members >= 1 or not self._layout.compressed:
             residual.zero_()
-            out.copy_((yield Sum(vector)))
+            out.copy_((yield Sum(vector, is_last=True)))
             return
         indices = torch.cat([self._choose(vector, span) for span in self._layout.compressed])
         values = vector[indices]
-        received = yield AllGather(torch.cat([values.view(torch.int32), indices.to(torch.int32)]))
+        sent = torch.cat([values.view(torch.int32), indices.to(torch.int32)])
+        received = yield AllGather(sent, is_last=not self._layout.has_uncompressed)
         out.zero_()
         for row in received:
             others_indices = row[-len(indices) :].long()

@@ -17,7 +17,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
-from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
+from offbeat.runtime.averaging.compressed_buckets import CompressedBucket, make_compressed_buckets
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
 from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.staged_buckets import make_buckets
@@ -119,21 +119,15 @@ class BucketSet:
         parameters, zeros = len(self._parameters), binding.memory.zeros
         if self._compression is None:
             return make_buckets(plan, shapes, parameters, binding.memory, binding.exchange_device)
-        return [
-            CompressedBucket(
-                bucket,
-                shapes,
-                parameters,
-                zeros,
-                method=self._compression,
-                seed=index,
-                residuals=self._residuals,
-                momentum=None if self._momentum is None else self._momentum.correction,
-            )
-            if bucket.dtype.is_floating_point
-            else GradientBucket(bucket, shapes, parameters, zeros)
-            for index, bucket in enumerate(plan)
-        ]
+        return make_compressed_buckets(
+            plan,
+            shapes,
+            parameters,
+            zeros,
+            method=self._compression,
+            residuals=self._residuals,
+            momentum=None if self._momentum is None else self._momentum.correction,
+        )
 
     def bind(self, group: GroupHandle) -> None:
         """Bind the round under way to a group, and make room for its members in the trailer."""

@@ -236,10 +236,15 @@ class GradientBucket:
             after=self._when_copied(),
         )
 
-    def advance(self, timeout_s: float) -> bool:
-        """Wait for one of several exchanges; return whether another follows.
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` would begin an exchange without waiting."""
+        return False
 
-        Here `pending` is the only one, and is left to its own `wait`.
+    def advance(self, timeout_s: float) -> bool:
+        """Wait for one of several exchanges and begin the next; return whether there is yet another one.
+
+        The last one, here the only one, is left to `wait` of what `all_reduce` has returned.
 
         Raises:
             WorkerError: see `PendingExchange.wait`.

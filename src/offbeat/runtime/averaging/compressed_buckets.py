@@ -4,12 +4,15 @@ Theory of operation
 -------------------
 
 A compressor says what is to be exchanged, one tensor after another; each is an exchange of its own.
-The first begins when the bucket is full, during the backward pass; the next ones begin when the loop waits
-for the buckets, in the loop's thread, since computing them would compete with the backward pass anyway.
-Buffers and the trailer are summed as they are.
+The first begins when the bucket is full, during the backward pass; the next ones begin in the loop's thread,
+when the averager calls `advance`, since computing them would compete with the backward pass anyway. A sum
+arrives only when all members have begun its last exchange. So that no two members wait for each other,
+`advance` is called for all buckets, in the same order on all members, before any sum is waited for. After the
+last exchange each member works alone: the first thread that waits for the sum computes it. Buffers and the
+trailer are summed as they are.
 
-A residual is what no sum contains yet of this worker's gradients. `BucketSet` packs it with the next gradient
-(error feedback). It is kept as a gradient is, without the worker's weight, so that a round with fewer samples
+A residual is what no sum contains yet of this worker's gradients. It is packed with the next gradient (error
+feedback), and kept as a gradient is, without the worker's weight, so that a round with fewer samples
 gives it no other weight than its gradients. It changes only when a round's means are used: a round that is
 abandoned and repeated begins with the same residual, and a round leaves it where this worker has weight 0 or
 no member has a gradient. Therefore a bucket has memory for two. A worker whose model was replaced drops its
@@ -72,7 +75,8 @@ class CompressedBucket(GradientBucket):
         residual_elements = self.gradient_elements if self._compressor.keeps_residual else 0
         own = self.contribution.flat
         self._next_residual, self._spare_residual = (own.new_zeros(residual_elements) for _ in range(2))
-        self._sums: CompressedSum | None = None  # of the round under way
+        self._sums: CompressedSum | None = None  # until `commit`
+        self._total = own.new_empty(0)  # the memory of their result, which `output` no longer is after a swap
 
     def all_reduce(
         self,
@@ -95,8 +99,9 @@ class CompressedBucket(GradientBucket):
             )
         if exchange is not self._exchange:
             self._exchange, self._state = exchange, None
-        self._sums = CompressedSum(exchange, exchange_id, index, algorithm, priority)
         own, total, split = self.contribution.flat, self.output.flat, self.gradient_elements
+        self._sums = CompressedSum(exchange, exchange_id, index, algorithm, priority)
+        self._total = total[:split]
         if split < len(own):
             self._sums.add(own[split:], total[split:])
         if split:
@@ -111,6 +116,12 @@ class CompressedBucket(GradientBucket):
             self._sums.begin(requests)
         return self._sums
 
+    @property
+    def can_advance(self) -> bool:
+        """See `GradientBucket.can_advance`."""
+        sums = self._sums
+        return sums is not None and sums.can_advance
+
     def advance(self, timeout_s: float) -> bool:
         """See `GradientBucket.advance`."""
         return self._sums is not None and self._sums.advance(timeout_s)
@@ -121,15 +132,17 @@ class CompressedBucket(GradientBucket):
     def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
         """See `GradientBucket.commit`: keeps the compressor's state, and new residuals."""
         are_partly_sent = self._are_partly_sent()
-        if self._sums is not None:
-            self._state = self._sums.state
+        sums, total = self._sums, self._total
+        self._sums, self._total = None, total.new_empty(0)
+        if sums is not None:
+            self._state = sums.state
         if not len(self._next_residual) or not own_weight:
             return
-        split, residual = self.gradient_elements, self._next_residual
-        if self._sums is None:
+        residual = self._next_residual
+        if sums is None:
             residual.zero_()
         else:
-            own, total = self.contribution.flat[:split], self.output.flat[:split]
+            own = self.contribution.flat[: self.gradient_elements]
             self._compressor.finish_residual(own, total, residual, share=own_weight / weight)
             residual.div_(own_weight)
         count = self.gradient_count
@@ -172,7 +185,35 @@ class CompressedBucket(GradientBucket):
         """Go on with a compressor's state, which all members of this exchange load."""
         self._state, self._exchange = state, exchange
 
-    def end_round(self) -> None:
-        """See `GradientBucket.end_round`."""
-        super().end_round()
-        self._sums = None
+
+def make_compressed_buckets(
+    plan: Sequence[Bucket],
+    shapes: Sequence[torch.Size],
+    parameters: int,
+    zeros: ZerosFactory,
+    *,
+    method: CompressionMethod,
+    residuals: dict[int, torch.Tensor],
+    momentum: MomentumCorrection | None = None,
+) -> list[GradientBucket]:
+    """Return the buckets of a plan, of which those with gradients of real numbers are compressed.
+
+    Args:
+        plan, shapes, parameters, zeros: see `GradientBucket`.
+        method, residuals, momentum: see `CompressedBucket`.
+    """
+    return [
+        CompressedBucket(
+            bucket,
+            shapes,
+            parameters,
+            zeros,
+            method=method,
+            seed=index,
+            residuals=residuals,
+            momentum=momentum,
+        )
+        if bucket.dtype.is_floating_point and bucket.entries[0] < parameters
+        else GradientBucket(bucket, shapes, parameters, zeros)
+        for index, bucket in enumerate(plan)
+    ]

@@ -6,6 +6,7 @@ links. This module decides nothing.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from offbeat.errors import WorkerError
 from offbeat.numerics.compressors.interface import AllGather, AllToAll, Requests
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
+from offbeat.runtime.training.partial_step import optimizer_step_mode
 
 EXCHANGES_MAX = 8
 """Exchanges of one `CompressedSum`: the compressor's, and those that it does not wait for."""
@@ -21,6 +23,8 @@ EXCHANGES_MAX = 8
 
 class CompressedSum:
     """The sum of vectors by a compressor, and sums next to it, which `advance` carries on request by request.
+
+    Several threads may wait for it.
 
     Args:
         exchange: over the group's members.
@@ -42,6 +46,8 @@ class CompressedSum:
         self._requests: Requests | None = None
         self._answer = torch.empty(0, device="cpu")  # to the request under way
         self._pending: PendingExchange | None = None
+        self._is_last = False  # the request under way
+        self._lock = threading.Lock()  # held by the thread that runs the compressor
         self.state: Any = None
         self.ended_s: float | None = None
 
@@ -57,22 +63,38 @@ class CompressedSum:
     def wait(self, timeout_s: float) -> None:
         """See `PendingExchange.wait`: to the end."""
         deadline_s = time.monotonic() + timeout_s
-        while self.advance(max(0.0, deadline_s - time.monotonic())):
-            pass
+        while self._pending is not None:
+            self._answer_request(max(0.0, deadline_s - time.monotonic()))
         for other in self._others:
             other.wait(max(0.0, deadline_s - time.monotonic()))
         self.ended_s = time.perf_counter()
 
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` would begin an exchange without waiting."""
+        pending = self._pending
+        return pending is not None and pending.ended_s is not None and not self._is_last
+
     def advance(self, timeout_s: float) -> bool:
-        """Wait for the answer to the request under way; return whether another one has been begun then.
+        """Wait for one of several requests and begin the next; return whether there is yet another one.
+
+        The last one is left to `wait`.
 
         Raises:
             WorkerError: see `PendingExchange.wait`.
         """
-        if self._pending is not None:
-            self._pending.wait(timeout_s)
-            self._request_next(self._answer)
-        return self._pending is not None
+        if not self._is_last:
+            self._answer_request(timeout_s)
+        return self._pending is not None and not self._is_last
+
+    def _answer_request(self, timeout_s: float) -> None:
+        """Wait for the answer to the request under way, and begin the next one."""
+        pending = self._pending
+        if pending is not None:
+            pending.wait(timeout_s)
+            with self._lock:
+                if self._pending is pending:  # no other thread has done it
+                    self._request_next(self._answer)
 
     def advance_if_ended(self, timeout_s: float) -> None:
         """Begin each request whose predecessor has ended, without a wait for one that has not.
@@ -84,13 +106,13 @@ class CompressedSum:
         """
         try:
             while self._pending is not None and self._pending.ended_s is not None:
-                self.advance(timeout_s)
+                self._answer_request(timeout_s)
         except WorkerError:
             self.ended_s = time.perf_counter()
         if self._pending is None and all(other.ended_s is not None for other in self._others):
             self.ended_s = time.perf_counter()
 
-    @torch.no_grad()
+    @optimizer_step_mode()  # whichever modes the program waits in
     def _request_next(self, answer: torch.Tensor | None) -> None:
         assert self._requests is not None
         try:
@@ -98,6 +120,7 @@ class CompressedSum:
         except StopIteration as end:
             self.state, self._pending = end.value, None
             return
+        self._is_last = request.is_last
         if isinstance(request, AllGather):
             self._answer = request.values.new_empty(self._exchange.size, len(request.values))
             self._answer[self._exchange.position] = request.values

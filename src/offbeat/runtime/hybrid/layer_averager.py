@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.plans import AlgorithmPolicy
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.hybrid.bucket_planner import BucketPlanner
@@ -76,6 +77,7 @@ class LayerAverager:
         overlap: `forward`: a mean is waited for when it is needed; `backward`: all means before the optimizer
             steps; `none`: as `backward`, and nothing is sent before the backward pass is over.
         timeout_s: the longest duration of an exchange, in seconds.
+        compression: of gradients; None for none. Layers are planned by their uncompressed bytes all the same.
 
     Attributes:
         is_preempted: see `Averager.is_preempted`.
@@ -94,13 +96,20 @@ class LayerAverager:
         order: SendOrder,
         overlap: Overlap,
         timeout_s: float,
+        compression: CompressionMethod | None = None,
     ) -> None:
         self._model, self._optimizers, self._context = model, optimizers, context
         self._workers, self._overlap = workers, overlap
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._forms = ParameterFormCheck(model)
         self._rounds = LayerRounds(
-            model, self._parameters, binding, context, order=order, timeout_s=timeout_s
+            model,
+            self._parameters,
+            binding,
+            context,
+            order=order,
+            timeout_s=timeout_s,
+            compression=compression,
         )
         check_layers(model)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
@@ -318,6 +327,7 @@ class LayerAverager:
         self._parameters[entry].grad = None  # its memory can hold the next layer's gradient
         if bucket_index is not None and self._is_planned and self._overlap != "none":
             self._round.launch(bucket_index)
+            self._rounds.advance_ended()
 
     def _end_pass(self) -> None:
         if not self._is_planned:

@@ -7,7 +7,8 @@ touches the optimizer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import torch
@@ -15,7 +16,9 @@ from torch import nn
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.numerics.collectives.costs import LinkModel, all_reduce_cost, fit_link_model
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, Means, ModelBuffers, write_scaled
+from offbeat.runtime.averaging.compressed_buckets import make_compressed_buckets
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import (
     FLOAT32_PER_FLOAT64,
@@ -24,6 +27,7 @@ from offbeat.runtime.averaging.interface import (
     split_float64,
 )
 from offbeat.runtime.averaging.staged_buckets import make_buckets
+from offbeat.runtime.collectives.compressed_sum import EXCHANGES_MAX
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
 from offbeat.runtime.hybrid.layer_layout import BucketLayout, BucketPlan, SendOrder
@@ -46,6 +50,7 @@ class LayerRounds:
         context: the session.
         order: see `BucketLayout`.
         timeout_s: the longest duration of an exchange, in seconds.
+        compression: of gradients; None for none.
 
     Attributes:
         names: by parameter.
@@ -54,6 +59,7 @@ class LayerRounds:
         position, size: this worker's position among them, and their number.
         layout: the layout of the buckets; set by the first `apply_plan`.
         buckets: by bucket of the layout, its memory.
+        residuals: by entry, of compressed buckets.
         gradients_per_pass: by parameter, how often its gradient is computed in a backward pass; 0 before that
             is known.
         has_failed: an error of the job was raised here.
@@ -70,7 +76,10 @@ class LayerRounds:
         *,
         order: SendOrder,
         timeout_s: float,
+        compression: CompressionMethod | None = None,
     ) -> None:
+        self._compression = compression
+        self.residuals: dict[int, torch.Tensor] = {}
         self.parameters, self.binding, self.context = parameters, binding, context
         self._order: SendOrder = order
         self.exchange_timeout_s = timeout_s + COORDINATOR_MARGIN_S
@@ -98,13 +107,13 @@ class LayerRounds:
             order=self._order,
         )
         self.buckets = []  # frees their memory
-        self.buckets = make_buckets(
-            self.layout.buckets,
-            self.layout.shapes,
-            len(self.parameters),
-            self.binding.memory,
-            self.exchange.device,
-        )
+        arguments = self.layout.buckets, self.layout.shapes, len(self.parameters)
+        if self._compression is None:
+            self.buckets = make_buckets(*arguments, self.binding.memory, self.exchange.device)
+        else:
+            self.buckets = make_compressed_buckets(
+                *arguments, self._zeros, method=self._compression, residuals=self.residuals
+            )
 
     def measure_message_cost(self, workers: int) -> LinkModel:
         """Return the cost of a message, fitted to the shortest times of ring all-reduces of several sizes.
@@ -151,11 +160,31 @@ class LayerRounds:
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        try:
+        with self._noting_failure():
             pending.wait(self.exchange_timeout_s)
-        except WorkerError:
-            self.has_failed = True
-            raise
+
+    def advance_ended(self) -> None:
+        """Begin the exchanges that follow from others that have ended; see `GradientBucket.advance`.
+
+        Raises:
+            WorkerError: a member was lost.
+        """
+        with self._noting_failure():
+            for bucket in self.buckets:
+                if bucket.can_advance:
+                    bucket.advance(self.exchange_timeout_s)
+
+    def advance_all(self) -> None:
+        """Begin the last exchange of every bucket; wait for those before it. All buckets have been launched.
+
+        After that no member waits for another one's loop: the program may let members wait for each other.
+
+        Raises:
+            WorkerError: a member was lost, or did not join an exchange within the deadline.
+        """
+        with self._noting_failure():
+            while sum(bucket.advance(self.exchange_timeout_s) for bucket in self.buckets):
+                pass
 
     def raise_if_failed(self) -> None:
         """See `AveragerContext.raise_if_failed`.
@@ -163,11 +192,20 @@ class LayerRounds:
         Raises:
             WorkerError: the job has failed.
         """
-        try:
+        with self._noting_failure():
             self.context.raise_if_failed()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
         except WorkerError:
             self.has_failed = True
             raise
+
+    def exchange_index(self, bucket: int) -> int:
+        """Return the first index of a bucket's exchanges, the same on all members."""
+        return bucket if self._compression is None else bucket * EXCHANGES_MAX
 
     def swap_buffers(self, *, prepare_next: bool) -> None:
         """Switch to the other memory for sums: that of the last round holds its means.
@@ -182,7 +220,7 @@ class LayerRounds:
                 bucket.prepare(
                     self.exchange,
                     exchange_id=self.binding.membership.exchange_id,
-                    index=index,
+                    index=self.exchange_index(index),
                     algorithm=self.layout.algorithms[index],
                 )
 
@@ -300,7 +338,7 @@ class GradientRound:
             assert gradient is not None
             view.add_(gradient, alpha=self._scale)
         else:
-            write_scaled(gradient, self._scale, view)
+            write_scaled(gradient, self._scale, view, self._rounds.residuals.get(entry))
 
     def launch(self, index: int) -> None:
         """Start the all-reduce of a bucket."""
@@ -311,7 +349,7 @@ class GradientRound:
         self._pending[index] = bucket.all_reduce(
             rounds.exchange,
             exchange_id=self._exchange_id,
-            index=index,
+            index=rounds.exchange_index(index),
             algorithm=rounds.layout.algorithms[index],
             priority=rounds.layout.priorities[index],
             external=[*self._external[index].values()],
@@ -341,6 +379,7 @@ class GradientRound:
         rounds.context.announce_gradients(compute_s)
         self.is_sent = True
         rounds.binding.finish_round([])
+        rounds.advance_all()
 
     def _send_auxiliary(self) -> None:
         """Launch the auxiliary buckets: buffers, zero on all but the first member, and the trailer."""
@@ -398,6 +437,8 @@ class GradientRound:
         rounds = self._rounds
         means, bucket = self._means_of(index), rounds.buckets[index]
         with optimizer_step_mode():
+            if self.weight:
+                bucket.commit(own_weight=self._scale, weight=self.weight, used=self.used)
             if self.weight not in (0.0, 1.0):
                 means.divide(bucket.gradient_elements, self.weight)
             for entry, view in zip(bucket.entries, means.views(), strict=True):
