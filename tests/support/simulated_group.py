@@ -285,6 +285,7 @@ class SimulatedGroup(SimulatedLinks):
                     is_stale=False,
                     writes=0,
                     is_preempted=False,
+                    round_s=0.0,
                     offset_s=0.0,
                     has_gradient=[False] * count,
                     hyperparameters=[LR / 2],

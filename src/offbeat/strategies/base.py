@@ -6,6 +6,7 @@ import math
 from typing import ClassVar, Literal
 
 from offbeat.errors import OffbeatError
+from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.momentum import MomentumCorrecting
 from offbeat.numerics.compressors.registry import AUTO, parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
@@ -65,6 +66,20 @@ def check_compresses(compress: str | None, trained: TrainingState) -> None:
             f"expected a model on the CPU with compress={compress}, got one on {trained.device}: "
             "leave compress out"
         )
+
+
+def parse_plain_compression(compress: str | None) -> CompressionMethod | None:
+    """Return the method of `compress`, which has no momentum correction; None for None.
+
+    Raises:
+        ValueError: it is no method, or one with momentum correction.
+    """
+    method = None if compress is None else parse_compression(compress)
+    if isinstance(method, MomentumCorrecting):
+        raise ValueError(
+            f"expected compress without momentum correction, got {compress!r}: take topk, or the strategy bsp"
+        )
+    return method
 
 
 class GroupAveraging:

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 from offbeat.numerics.collectives.plans import ALGORITHM_POLICIES, AlgorithmPolicy
-from offbeat.numerics.compressors.momentum import MomentumCorrecting
-from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.averaging.gradient_averager import GradientAverager
 from offbeat.runtime.averaging.group_binding import GroupBinding
@@ -18,7 +16,7 @@ from offbeat.runtime.hybrid.layer_averager import LayerAverager, Overlap
 from offbeat.runtime.hybrid.layer_layout import SendOrder
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
-from offbeat.strategies.base import check_compresses, check_timeout, lockstep_specs
+from offbeat.strategies.base import check_compresses, check_timeout, lockstep_specs, parse_plain_compression
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +84,7 @@ class Hybrid:
         if self.fuse_bytes is not None and self.fuse_bytes < 0:
             raise ValueError(f"fuse_bytes must be at least 0 bytes, got {self.fuse_bytes}")
         check_timeout(self.timeout_s)
-        method = None if self.compress is None else parse_compression(self.compress)
-        if isinstance(method, MomentumCorrecting):
-            raise ValueError(
-                f"expected compress without momentum correction, got {self.compress!r}: layers are stepped "
-                "one by one; take topk, or the strategy bsp"
-            )
+        parse_plain_compression(self.compress)
 
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """See `Strategy.policies`."""
@@ -125,7 +118,7 @@ class Hybrid:
                 order=self.order,
                 overlap=self.overlap,
                 timeout_s=self.timeout_s,
-                compression=None if self.compress is None else parse_compression(self.compress),
+                compression=parse_plain_compression(self.compress),
             )
 
         return GroupSynchronizer(

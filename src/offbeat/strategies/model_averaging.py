@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from offbeat.errors import OffbeatError
-from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
@@ -21,7 +19,12 @@ from offbeat.runtime.control.configuration import PolicySpec
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
-from offbeat.strategies.base import assembly_spec, check_timeout
+from offbeat.strategies.base import (
+    assembly_spec,
+    check_compresses,
+    check_timeout,
+    parse_plain_compression,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,9 +308,8 @@ class DiLoCo(LocalSGD):
     @property
     def _keeps_residual(self) -> bool:
         """Whether what is not sent in a round is added to what is sent in the next."""
-        if self.compress is None:
-            return False
-        return parse_compression(self.compress).compressor([], seed=0).keeps_residual
+        method = parse_plain_compression(self.compress)
+        return method is not None and method.compressor([], seed=0).keeps_residual
 
     def _outer_optimizer(self) -> OuterOptimizer:
         rate, momentum = (1.0, 0.0) if self._keeps_residual else (0.7, 0.9)
@@ -323,16 +325,12 @@ class DiLoCo(LocalSGD):
         Raises:
             OffbeatError: `compress` with a model on an accelerator.
         """
-        if self.compress is not None and trained.device.type != "cpu":
-            raise OffbeatError(
-                f"expected a model on the CPU with compress={self.compress}, got one on {trained.device}: "
-                "leave compress out"
-            )
+        check_compresses(self.compress, trained)
         return super().make_synchronizer(loop, trained)
 
     def _compression_arguments(self) -> dict[str, Any]:
         return {
-            "compression": None if self.compress is None else parse_compression(self.compress),
+            "compression": parse_plain_compression(self.compress),
             "residual_decay": self.residual_decay,
         }
 

@@ -15,7 +15,6 @@ import torch
 from offbeat.errors import WorkerError
 from offbeat.numerics.compressors.interface import AllGather, AllToAll, Requests
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
-from offbeat.runtime.training.partial_step import optimizer_step_mode
 
 EXCHANGES_MAX = 8
 """Exchanges of one `CompressedSum`: the compressor's, and those that it does not wait for."""
@@ -112,8 +111,12 @@ class CompressedSum:
         if self._pending is None and all(other.ended_s is not None for other in self._others):
             self.ended_s = time.perf_counter()
 
-    @optimizer_step_mode()  # whichever modes the program waits in
     def _request_next(self, answer: torch.Tensor | None) -> None:
+        # The program may wait in any mode.
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self._run_compressor(answer)
+
+    def _run_compressor(self, answer: torch.Tensor | None) -> None:
         assert self._requests is not None
         try:
             request = next(self._requests) if answer is None else self._requests.send(answer)
