@@ -22,7 +22,7 @@ from offbeat.runtime.averaging.bucket_set import BucketSet
 from offbeat.runtime.averaging.buckets import write_scaled
 from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.collectives.link_exchange import LinkExchange
-from offbeat.strategies import AllReduce, PartialAllReduce
+from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce
 from support.compression import sum_compressed
 from support.group_training import STRATEGY, agree, make, train
 from support.jobs import job
@@ -380,14 +380,14 @@ def complex_gradient(rank, emit):
     return model.weight.grad.tolist()
 
 
-def train_in_parts(rank, emit, method, folder, ends):
+def train_in_parts(rank, emit, strategy, folder, ends):
     """The gradients of a run in several parts: each begins with the states that the one before has saved."""
     found, common, own = [], f"{folder}/common", f"{folder}/{rank}"
-    momentum = 0.9 if isinstance(parse_compression(method), MomentumCorrecting) else 0.0
+    momentum = 0.9 if isinstance(parse_compression(strategy.compress), MomentumCorrecting) else 0.0
     for part, end in enumerate(ends):
         model = Matrices()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        with offbeat.join(model, optimizer, AllReduce(compress=method, bucket_bytes=4000)) as session:
+        with offbeat.join(model, optimizer, strategy) as session:
             if part:
                 session.load_state_dict(torch.load(common))
                 session.load_local_state_dict(torch.load(own))
@@ -402,10 +402,20 @@ def train_in_parts(rank, emit, method, folder, ends):
     return found, flat(list(model.parameters())).tolist()
 
 
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.02", "dgc:0.02:warmup=4", "csc:0.5"])
-def test_a_run_with_residuals_resumes_bit_for_bit(method, tmp_path):
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *(
+            AllReduce(compress=method, bucket_bytes=4000)
+            for method in ("powersgd:2", "topk:0.02", "dgc:0.02:warmup=4", "csc:0.5", "qsgd:4", "randomk:0.1")
+        ),
+        Hybrid(compress="topk:0.02", fuse_bytes=0, policy="ring"),
+    ],
+    ids=lambda one: f"{one.name}:{one.compress}",
+)
+def test_a_run_with_residuals_resumes_bit_for_bit(strategy, tmp_path):
     whole, parts = (
-        values(run(train_in_parts, WORKERS, method, str(tmp_path), ends))
+        values(run(train_in_parts, WORKERS, strategy, str(tmp_path), ends))
         for ends in [(STEPS,), (2, 3, STEPS)]
     )
     assert parts == whole

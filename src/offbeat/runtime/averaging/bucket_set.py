@@ -13,12 +13,12 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import plan_buckets
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.buckets import GradientBucket, ModelBuffers, summed_dtype, write_scaled
 from offbeat.runtime.averaging.compressed_buckets import CompressedBucket, make_compressed_buckets
 from offbeat.runtime.averaging.group_binding import GroupBinding, GroupHandle
+from offbeat.runtime.averaging.local_state import by_name, by_number
 from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.averaging.trailer import RoundSums, TrailerLayout
@@ -432,11 +432,7 @@ class BucketSet:
         kinds: dict[str, Mapping[int, torch.Tensor]] = {"residuals": self._residuals}
         if self._momentum is not None:
             kinds["momenta"] = self._momentum.correction.momenta
-        return {
-            kind: {self._names[entry]: value for entry, value in values.items()}
-            for kind, values in kinds.items()
-            if values
-        }
+        return {kind: by_name(values, self._names) for kind, values in kinds.items() if values}
 
     def load_local_state(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Replace this worker's residuals, which are added to its next gradients, and its momentum.
@@ -446,30 +442,14 @@ class BucketSet:
         Raises:
             OffbeatError: it is not that of a parameter, or has another number of elements.
         """
-        residuals = self._by_entry(state.get("residuals", {}))
-        momenta = self._by_entry(state.get("momenta", {}))
+        residuals = by_number(state.get("residuals", {}), self._names, self._parameters)
+        momenta = by_number(state.get("momenta", {}), self._names, self._parameters)
         self._residuals.clear()
         self._residuals.update(residuals)
         if self._momentum is not None:
             self._momentum.correction.clear()
             for entry, momentum in momenta.items():
                 self._momentum.correction.take_over(entry, momentum, momentum.dtype)
-
-    def _by_entry(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return copies of a saved worker's values, in the dtypes in which gradients are summed."""
-        entry_of = {name: entry for entry, name in enumerate(self._names)}
-        for name, value in values.items():
-            expected = self._parameters[entry_of[name]].numel() if name in entry_of else "no such parameter"
-            if value.numel() != expected:
-                raise OffbeatError(
-                    f"expected the state of a worker with this model, got {value.numel()} elements for "
-                    f"{name!r} ({expected} here): load the state that a worker of the same job has saved"
-                )
-        entries = {entry_of[name]: value for name, value in values.items()}
-        return {
-            entry: value.flatten().to(summed_dtype(self._parameters[entry]), copy=True)
-            for entry, value in entries.items()
-        }
 
     @cached_property
     def _names(self) -> list[str]:

@@ -26,6 +26,7 @@ from offbeat.numerics.collectives.plans import AlgorithmPolicy
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
+from offbeat.runtime.averaging.local_state import by_name, by_number
 from offbeat.runtime.hybrid.bucket_planner import BucketPlanner
 from offbeat.runtime.hybrid.layer_layout import SendOrder, check_layers, plan_by_type
 from offbeat.runtime.hybrid.layer_rounds import GradientRound, LayerRounds
@@ -482,11 +483,15 @@ class LayerAverager:
         """See `Averager.load_state_dict`."""
 
     def local_state_dict(self) -> dict[str, Any]:
-        """See `Averager.local_state_dict`."""
-        return {}
+        """See `Averager.local_state_dict`: the residuals of compressed gradients."""
+        residuals = by_name(self._rounds.residuals, self._rounds.names)
+        return {"residuals": residuals} if residuals else {}
 
     def load_local_state_dict(self, state: dict[str, Any]) -> None:
         """See `Averager.load_local_state_dict`."""
+        residuals = by_number(state.get("residuals", {}), self._rounds.names, self._parameters)
+        self._rounds.residuals.clear()
+        self._rounds.residuals.update(residuals)
 
     def flush(self) -> None:
         """Apply the last step at the end of the loop, and make pending gradients plain tensors.
