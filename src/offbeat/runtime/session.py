@@ -733,9 +733,10 @@ class Session:
         """Return what a run needs to continue that no other worker has: parts of gradients yet to be sent.
 
         Where gradients, or the pseudo-gradients of `DiLoCo`, are compressed, each worker adds to its next one
-        what it did not send of those before. To continue bit for bit, each worker saves this to a file of its
-        own, at the step at which the leader saves `state_dict`. Without it, a continued run lacks these
-        parts. Elsewhere, and on an excluded worker, there are none.
+        what it did not send of those before. To continue with it, each worker saves this to a file of its
+        own, at the step at which the leader saves `state_dict`; under `DiLoCo` at the end of an epoch.
+        Without it, a continued run lacks these parts. Elsewhere, and on an excluded worker, there are none.
+        Later steps change its tensors.
 
         Raises:
             WorkerError: the job failed, or a signal handler or a hook calls it within a step.
@@ -756,7 +757,7 @@ class Session:
         _check_version(state)
         if self.is_newcomer:
             return
-        if state["step"] != self.step:
+        if self._synchronizer.replicas_identical and state["step"] != self.step:
             raise OffbeatError(
                 f"expected worker {self.worker}'s state of step {self.step}, got that of step "
                 f"{state['step']}: load the state of the session first, saved at the same step"

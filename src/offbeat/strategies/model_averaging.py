@@ -264,8 +264,8 @@ class DiLoCo(LocalSGD):
         delay: with `overlap`, optimizer steps from when a worker's part is sent until it takes the common
             one, for which it waits if it is not there yet; at least 1, and fewer than the steps between two
             averagings. With None it takes it at the end of the step in which it is there.
-        outer_rate, outer_momentum: see `OuterOptimizer`; by default 0.7 and 0.9. Under "powersgd", "topk"
-            and "chunks" by default 1 and 0: what was not sent before takes the place of the momentum.
+        outer_rate, outer_momentum: see `OuterOptimizer`; by default 0.7 and 0.9. With a `compress` but "bf16"
+            and "fp16" by default 1 and 0: what was not sent before takes the place of the momentum.
         momentum_every: see `OuterOptimizer`.
         mixing: the share of its own model that a worker keeps where it takes the common one, from 0 up to
             below 1.
@@ -301,6 +301,11 @@ class DiLoCo(LocalSGD):
             raise ValueError(
                 f"expected mixing 0 with compress={self.compress}, got {self.mixing}: a worker would keep a "
                 "part of what it did not send in its model, and send it later as well"
+            )
+        if self.compress is not None and self.delay is not None and self.shards == "dynamic":
+            raise ValueError(
+                "expected shards=equal with compress and delay: a worker that waits for samples does not "
+                "carry on the averaging that others wait for"
             )
         self._outer_optimizer()
         super().__post_init__()

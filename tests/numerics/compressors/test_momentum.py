@@ -12,6 +12,7 @@ from offbeat.numerics.compressors.dgc import DGC
 from offbeat.numerics.compressors.interface import AllGather
 from offbeat.numerics.compressors.momentum import MomentumSettings
 from offbeat.numerics.compressors.registry import parse_compression
+from support.compression import sum_compressed
 from support.momentum_group import MomentumGroup
 
 SHAPES = [torch.Size(shape) for shape in ((20, 30), (20,), (8, 4, 3, 3), (3, 2), ())]
@@ -268,6 +269,21 @@ def test_csc_of_resnet18_in_buckets_of_25_mib_sends_9_times_fewer_bytes():
         assert not gathers
         sent += sums
     assert 4 * sum(sizes) / sent == pytest.approx(9.2, abs=0.05)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_csc_hides_no_element_that_is_not_finite(value):
+    """The second member's is in a chunk that is not sent; afterwards sums are finite again."""
+    compressor = CSC(ratio=0.25, chunk_elements=4).compressor([torch.Size([4, 4])], seed=0)
+    large = torch.zeros(16, dtype=torch.float64)
+    large[:4] = 100.0
+    _, ended, _ = sum_compressed(compressor, [large, large])
+    wrong = large.clone()
+    wrong[13] = value
+    outs, ended, _ = sum_compressed(compressor, [large, wrong], [one.state for one in ended])
+    assert all(out.isnan().all() for out in outs)
+    outs, ended, _ = sum_compressed(compressor, [large, large], [one.state for one in ended])
+    assert all(torch.equal(out, 2 * large) for out in outs)
 
 
 def resnet18_shapes():

@@ -421,6 +421,38 @@ def test_a_run_with_residuals_resumes_bit_for_bit(strategy, tmp_path):
     assert parts == whole
 
 
+def load_residuals(rank, emit, strategy):
+    """The mean gradient of an element in steps without gradients, after residuals of 1 were loaded."""
+    model = Matrices()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        state = session.local_state_dict()
+        state["synchronizer"] = {"residuals": {"first": torch.ones(600, dtype=torch.float64)}}
+        session.load_local_state_dict(state)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model([torch.zeros_like(parameter) for parameter in model.parameters()]).backward()
+            found.append(float(model.first.grad[3, 7]))
+            optimizer.step()
+        assert session.local_state_dict()["synchronizer"] == {}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "means"),
+    [
+        (AllReduce(), [1.0, 0.0, 0.0, 0.0]),
+        (AllReduce(compress="bf16"), [1.0, 0.0, 0.0, 0.0]),
+        (Hybrid(), [0.0, 0.0, 0.0, 0.0]),
+        (Hybrid(compress="bf16"), [0.0, 0.0, 0.0, 0.0]),
+    ],
+    ids=lambda one: f"{one.name}:{one.compress}" if hasattr(one, "name") else "",
+)
+def test_residuals_of_another_strategy_are_sent_once_or_dropped(strategy, means):
+    assert values(run(load_residuals, 2, strategy)) == [means] * 2
+
+
 def test_residuals_of_another_step_or_model_are_refused():
     model = Matrices()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

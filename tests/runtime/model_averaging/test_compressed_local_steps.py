@@ -136,7 +136,7 @@ def test_a_training_that_resumes_with_each_workers_residual_equals_one_without_i
         DiLoCo(every=6, compress="topk:0.1", fragments=2, overlap=False),
         DiLoCo(every=4, compress="powersgd:1"),
         DiLoCo(every=4, compress="chunks:0.1"),
-        DiLoCo(every=6, compress="bf16", mixing=0.25, delay=2),
+        DiLoCo(every=6, compress="bf16", mixing=0.25),
     ],
     ids=lambda one: one.compress,
 )
@@ -182,6 +182,7 @@ def test_a_worker_that_is_killed_in_a_round_does_not_stop_the_others(tmp_path, d
     [
         ({"compress": "topk:2"}, "expected a ratio of more than 0 and at most 1, got 2.0"),
         ({"compress": "gzip"}, "expected compress to be"),
+        ({"compress": "bf16", "every": 8, "delay": 2}, "expected shards=equal with compress and delay"),
         ({"compress": "dgc:0.1"}, "expected compress without momentum correction, got 'dgc:0.1'"),
         ({"compress": "topk:0.1", "mixing": 0.5}, "expected mixing 0 with compress=topk:0.1, got 0.5"),
         ({"residual_decay": 1.5}, "expected residual_decay from 0 to 1, got 1.5"),

@@ -376,6 +376,9 @@ def test_a_checkpoint_holds_a_workers_residuals_by_the_parameters_names():
     state = job.workers[0].outer.local_state_dict()
     assert {name: one.shape for name, one in state["pseudo_gradient_residuals"].items()} == SHAPES
     fresh = Job(1).workers[0]
+    with pytest.raises(OffbeatError, match="state of round 0, got that of round 1: save both states"):
+        fresh.outer.load_local_state_dict(state)
+    fresh.outer.rounds = 1
     fresh.outer.load_local_state_dict(state)
     assert torch.equal(fresh.residual, job.workers[0].residual)
     state["pseudo_gradient_residuals"]["frozen"] = torch.zeros(2)

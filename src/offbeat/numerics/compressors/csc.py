@@ -81,6 +81,9 @@ class CSCCompressor(MomentumCompressor):
         pieces = answer.split([*(chunk.stop - chunk.start for chunk in chosen), len(self._chunks)])
         for chunk, piece in zip(chosen, pieces[:-1], strict=True):
             out[chunk] = piece
+        if not pieces[-1].isfinite().all():
+            out.fill_(torch.nan)  # though what is not finite was not sent: nobody shall take the step
+            return rounds + 1, None
         return rounds + 1, pieces[-1].clone()
 
     def partly_sent(self, state: Any, *, members: int) -> Sequence[bool]:

@@ -155,14 +155,13 @@ class MomentumCorrection:
         if residual is None or not scale:
             into.zero_()
         else:
-            into.copy_(residual.view_as(into))
+            torch.mul(residual.view_as(into), scale, out=into)
         if not scale:
             return
         if momentum is not None:
-            into.add_(momentum.view_as(into), alpha=settings.momentum_factor)
+            into.add_(momentum.view_as(into), alpha=scale * settings.momentum_factor)
         if settings.weight_decay:
-            into.add_(parameter, alpha=settings.weight_decay * settings.gradient_factor)
-        into.mul_(scale)
+            into.add_(parameter, alpha=scale * settings.weight_decay * settings.gradient_factor)
         if gradient is not None:
             self.add(entry, gradient, into, scale=scale, members=members)
 

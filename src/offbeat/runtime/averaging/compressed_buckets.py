@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 
-A compressor says what is to be exchanged, one tensor after another; each is an exchange of its own.
+A compressor requests what is to be exchanged, one request after another; each is an exchange of its own.
 The first begins when the bucket is full, during the backward pass; the next ones begin in the loop's thread,
 when the averager calls `advance`, since computing them would compete with the backward pass anyway. A sum
 arrives only when all members have begun its last exchange. So that no two members wait for each other,

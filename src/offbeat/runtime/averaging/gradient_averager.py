@@ -265,7 +265,7 @@ class GradientAverager:
         if self._momentum is not None and self.rounds_since_step:
             raise OffbeatError(
                 "with momentum correction each backward() needs an optimizer step: accumulate gradients in "
-                "session.no_sync(), or use compress=topk:RATIO"
+                "session.no_sync(); with a GradScaler, which skips steps, use compress=topk:RATIO"
             )
         self._forget_failed_pass()
         self._forms.check()

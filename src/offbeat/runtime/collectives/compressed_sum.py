@@ -27,7 +27,8 @@ class CompressedSum:
 
     Args:
         exchange: over the group's members.
-        exchange_id, algorithm, priority: of all requests; see `Exchange.all_reduce`.
+        exchange_id: of all requests; see `Exchange.all_reduce`.
+        algorithm, priority: of sums.
         index: of the first request; the next `EXCHANGES_MAX` indices are this sum's.
 
     Attributes:

@@ -112,6 +112,7 @@ class LayerAverager:
             timeout_s=timeout_s,
             compression=compression,
         )
+        self._keeps_residuals = compression is not None and compression.compressor([], 0).keeps_residual
         check_layers(model)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._is_planned = False
@@ -488,7 +489,9 @@ class LayerAverager:
         return {"residuals": residuals} if residuals else {}
 
     def load_local_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Averager.load_local_state_dict`."""
+        """See `Averager.load_local_state_dict`; without error feedback residuals are dropped."""
+        if not self._keeps_residuals:
+            return
         residuals = by_number(state.get("residuals", {}), self._rounds.names, self._parameters)
         self._rounds.residuals.clear()
         self._rounds.residuals.update(residuals)

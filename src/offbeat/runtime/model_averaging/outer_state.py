@@ -207,11 +207,20 @@ class OuterState:
     def local_state_dict(self) -> dict[str, Any]:
         """Return what is this worker's alone: its residuals, if it has any."""
         residuals = {} if self._pseudo_gradients is None else self._pseudo_gradients.residuals()
-        return {"pseudo_gradient_residuals": residuals} if residuals else {}
+        return {"rounds": self.rounds, "pseudo_gradient_residuals": residuals} if residuals else {}
 
     def load_local_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `local_state_dict`; see `PseudoGradients.load_residuals`."""
+        """Restore a `local_state_dict`; see `PseudoGradients.load_residuals`.
+
+        Raises:
+            OffbeatError: it is of other parameters, or not of the anchor's round.
+        """
         if self._pseudo_gradients is not None and "pseudo_gradient_residuals" in state:
+            if state["rounds"] != self.rounds:
+                raise OffbeatError(
+                    f"expected a worker's state of round {self.rounds}, got that of round {state['rounds']}: "
+                    "save both states at the end of an epoch, and load the session's state first"
+                )
             self._pseudo_gradients.load_residuals(state["pseudo_gradient_residuals"])
 
     def _replace_read_memory(self) -> None:
