@@ -51,3 +51,26 @@ def sum_compressed(compressor, vectors, states=None):
                 answers = [*values.unflatten(1, (len(vectors), -1)).transpose(0, 1)]
             case _:
                 answers = [values.sum(0)] * len(vectors)
+
+
+class OtherSendsZeros:
+    """An exchange of two members, of which the other one contributes zeros."""
+
+    size, position, ended_s = 2, 0, 0.0
+
+    def all_reduce(self, flat, into, **_):
+        into.copy_(flat)
+        return self
+
+    def all_gather(self, flat, **_):
+        flat[len(flat) // 2 :] = 0
+        return self
+
+    def wait(self, timeout_s):
+        pass
+
+
+class OneMember(OtherSendsZeros):
+    """The same with a single member."""
+
+    size = 1

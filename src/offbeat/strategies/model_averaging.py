@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from offbeat.numerics.compressors.interface import keeps_residual
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
@@ -72,7 +73,7 @@ class AveragesModels:
         )
 
     def worker_arguments(self) -> dict[str, Any]:
-        """Return what a worker has to know beside its actions: in a job, and simulated."""
+        """Return what a worker has to know in addition to its actions: in a job, and simulated."""
         return {"overlap": self.overlap, "has_epoch_means": self.global_every == "epoch"}
 
     def _compression_arguments(self) -> dict[str, Any]:
@@ -313,8 +314,7 @@ class DiLoCo(LocalSGD):
     @property
     def _keeps_residual(self) -> bool:
         """Whether what is not sent in a round is added to what is sent in the next."""
-        method = parse_plain_compression(self.compress)
-        return method is not None and method.compressor([], seed=0).keeps_residual
+        return keeps_residual(parse_plain_compression(self.compress))
 
     def _outer_optimizer(self) -> OuterOptimizer:
         rate, momentum = (1.0, 0.0) if self._keeps_residual else (0.7, 0.9)

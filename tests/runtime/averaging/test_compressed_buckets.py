@@ -23,7 +23,7 @@ from offbeat.runtime.averaging.buckets import write_scaled
 from offbeat.runtime.averaging.compressed_buckets import CompressedBucket
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce
-from support.compression import sum_compressed
+from support.compression import OneMember, OtherSendsZeros, sum_compressed
 from support.group_training import STRATEGY, agree, make, train
 from support.jobs import job
 from support.processes import run, start, values
@@ -236,27 +236,6 @@ def test_a_straggler_that_returns_has_the_others_bits_and_none_of_its_residuals(
     assert any(1 in group.joining for group in groups_of(log))
     parameters = len(list(make(0)[0].parameters()))
     assert (tmp_path / "dropped by 1").read_text() == f"{parameters} -> 0"
-
-
-class OtherSendsZeros:
-    """An exchange of two members, of which the other one contributes zeros."""
-
-    size, position, ended_s = 2, 0, 0.0
-
-    def all_reduce(self, flat, into, **_):
-        into.copy_(flat)
-        return self
-
-    def all_gather(self, flat, **_):
-        flat[len(flat) // 2 :] = 0
-        return self
-
-    def wait(self, timeout_s):
-        pass
-
-
-class OneMember(OtherSendsZeros):
-    size = 1
 
 
 class EndsForTwo(OtherSendsZeros):

@@ -21,6 +21,7 @@ from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import AllReduce, PartialAllReduce
 from offbeat.strategies.registry import parse_strategy
+from support.compression import OneMember, OtherSendsZeros
 from support.jobs import job
 from support.momentum_group import MomentumGroup
 from support.processes import run, start, values
@@ -210,27 +211,6 @@ def test_momentum_stays_when_a_group_grows_and_a_newcomer_begins_without():
     members_of_step = [members for members, _ in found.values()]
     expected = expected_parameters("dgc:0.02", NESTEROV, members_of_step, FEW_ROWS)
     check([parameters for _, parameters in found.values()], expected)
-
-
-class OtherSendsZeros:
-    """An exchange of two members, of which the other one contributes zeros."""
-
-    size, position, ended_s = 2, 0, 0.0
-
-    def all_reduce(self, flat, into, **_):
-        into.copy_(flat)
-        return self
-
-    def all_gather(self, flat, **_):
-        flat[len(flat) // 2 :] = 0
-        return self
-
-    def wait(self, timeout_s):
-        pass
-
-
-class OneMember(OtherSendsZeros):
-    size = 1
 
 
 class OneParameter:

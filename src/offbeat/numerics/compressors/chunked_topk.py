@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
-from offbeat.numerics.compressors.layout import Layout, WritesResidual
+from offbeat.numerics.compressors.interface import AllGather, Requests
+from offbeat.numerics.compressors.layout import Layout, WritesResidual, check_ratio, sum_whole
 
 _CHUNK = 1 << 12  # elements, so that a place in a chunk has 12 bits
 _BITS = 14  # of an element that is sent
@@ -38,8 +39,7 @@ class ChunkedTopK:
     ratio: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
 
     def compressor(self, shapes: Sequence[torch.Size], seed: int) -> ChunkedTopKCompressor:
         """See `CompressionMethod.compressor`."""
@@ -81,16 +81,15 @@ class ChunkedTopKCompressor(WritesResidual):
     ) -> Requests:
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members * _BITS >= _BITS_OF_SUM or not self._chunks:
-            residual.zero_()
-            out.copy_((yield Sum(vector, is_last=True)))
-            return
-        own = self._encode(vector)
-        received = yield AllGather(own, is_last=not self._layout.has_uncompressed)
+            return (yield from sum_whole(vector, out, residual))
+        received = yield AllGather(self._encode(vector), is_last=not self._layout.has_uncompressed)
         out.zero_()
-        for row in received:
-            out.index_add_(0, *self._decode(row, vector.dtype))
-        places, values = self._decode(own, vector.dtype)
-        residual.copy_(vector).index_add_(0, places, values, alpha=-1)
+        residual.copy_(vector)
+        for member, row in enumerate(received):
+            places, values = self._decode(row, vector.dtype)
+            out.index_add_(0, places, values)
+            if member == position:
+                residual.index_add_(0, places, values, alpha=-1)
         yield from self._layout.sum_uncompressed(vector, out, residual)
 
     def _encode(self, vector: torch.Tensor) -> torch.Tensor:
@@ -121,15 +120,23 @@ class ChunkedTopKCompressor(WritesResidual):
         ].split([2 * len(self._counts) * dtype.itemsize, 6 * quads, quads])
         magnitudes = levels.clone().view(dtype).view(-1, 2)
         code = (codes[:, None] >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3).flatten()[:count].long()
-        tensor = torch.arange(len(self._counts)).repeat_interleave(torch.tensor(self._counts))
-        values = magnitudes[tensor, code & 1] * (1 - (code & 2))
-        starts = torch.cat(
+        values = magnitudes[self._tensors, code & 1] * (1 - (code & 2))
+        return self._starts + _unpack_places(places)[:count], values
+
+    @cached_property
+    def _tensors(self) -> torch.Tensor:
+        """By element that is sent, the number of its tensor."""
+        return torch.arange(len(self._counts)).repeat_interleave(torch.tensor(self._counts))
+
+    @cached_property
+    def _starts(self) -> torch.Tensor:
+        """By element that is sent, the start of its chunk in the vector."""
+        return torch.cat(
             [
                 (start + size * torch.arange(chunks)).repeat_interleave(self._count(size))
                 for start, size, chunks in self._chunks
             ]
         )
-        return starts + _unpack_places(places)[:count], values
 
 
 def _pack_places(places: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offbeat.numerics.compressors.interface import Requests, Sum
+from offbeat.numerics.compressors.layout import sum_whole
 from offbeat.numerics.compressors.momentum import MomentumCompressor, MomentumCorrecting
 
 
@@ -65,8 +66,7 @@ class CSCCompressor(MomentumCompressor):
         rounds, summed = (0, None) if state is None else state
         count = self._count(rounds)
         if count == len(self._chunks):
-            out.copy_((yield Sum(vector, is_last=True)))
-            residual.zero_()
+            yield from sum_whole(vector, out, residual)
             return rounds + 1, self._magnitudes(out)
         if summed is None:
             summed = yield Sum(self._magnitudes(vector))

@@ -117,3 +117,8 @@ class CompressionMethod(Protocol):
             shapes: of the tensors.
             seed: of random numbers, the same on all members.
         """
+
+
+def keeps_residual(method: CompressionMethod | None) -> bool:
+    """Whether what is not sent of a vector is added to the next one; not without a method."""
+    return method is not None and method.compressor([], seed=0).keeps_residual

@@ -1,4 +1,4 @@
-"""Which tensors of a vector are compressed; sums of the others, and residuals that are not finite."""
+"""What compressors share: which tensors of a vector are compressed, sums of the others, and checks."""
 
 from __future__ import annotations
 
@@ -81,6 +81,12 @@ class Layout:
             self.write_uncompressed((yield Sum(self.uncompressed(vector), is_last=True)), out, residual)
 
 
+def sum_whole(vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> Requests:
+    """Sum a vector uncompressed, which leaves no residual; see `Compressor.sum`."""
+    residual.zero_()
+    out.copy_((yield Sum(vector, is_last=True)))
+
+
 class WritesResidual:
     """Base of compressors whose `sum` writes the residual."""
 
@@ -97,3 +103,13 @@ def drop_if_not_finite(residual: torch.Tensor) -> None:
     """Zero a residual that is not finite: the step is lost, and later ones shall not be."""
     if not residual.sum().isfinite():
         residual.zero_()
+
+
+def check_ratio(ratio: float) -> None:
+    """Check a fraction of the elements that are sent.
+
+    Raises:
+        ValueError: it is not more than 0 and at most 1.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"expected a ratio of more than 0 and at most 1, got {ratio}")

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offbeat.numerics.compressors.interface import Requests
-from offbeat.numerics.compressors.layout import WritesResidual
+from offbeat.numerics.compressors.layout import WritesResidual, check_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class MomentumCorrecting(ABC):
 
     Args:
         ratio: fraction that is sent, more than 0 and at most 1.
-        warmup: rounds in which the fraction falls exponentially from 1 to `ratio`; a new group begins anew.
+        warmup: rounds in which the fraction falls exponentially from 1 to `ratio`; a new group repeats it.
         clip: largest Euclidean norm of a tensor's gradient, times the root of the number of members, on each
             worker before its momentum; None for no limit.
 
@@ -54,8 +54,7 @@ class MomentumCorrecting(ABC):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
         if self.warmup < 0:
             raise ValueError(f"expected a warm-up of at least 0 rounds, got {self.warmup}")
         if self.clip is not None and not 0 < self.clip < math.inf:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import Requests
-from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual
-from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled, sum_whole
+from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual, sum_whole
+from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled
 
 _LEVELS_MAX = 127  # with its sign, a level is one byte
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import Requests, Sum
-from offbeat.numerics.compressors.layout import Layout, WritesResidual
+from offbeat.numerics.compressors.layout import Layout, WritesResidual, check_ratio
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class RandomK:
     ratio: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
 
     def compressor(self, shapes: Sequence[torch.Size], seed: int) -> RandomKCompressor:
         """See `CompressionMethod.compressor`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
+from offbeat.numerics.compressors.interface import AllGather, Requests
 from offbeat.numerics.compressors.layout import Layout
 
 
@@ -60,9 +60,3 @@ def gathering_pays(layout: Layout, members: int, *, sent_bits: int, element_byte
     A member sends them (members - 1) times; in a ring it sends the vector 2 (members - 1) / members times.
     """
     return bool(layout.compressed) and members * sent_bits < 2 * 8 * element_bytes
-
-
-def sum_whole(vector: torch.Tensor, out: torch.Tensor, residual: torch.Tensor) -> Requests:
-    """Sum a vector uncompressed, which leaves no residual; see `Compressor.sum`."""
-    residual.zero_()
-    out.copy_((yield Sum(vector, is_last=True)))

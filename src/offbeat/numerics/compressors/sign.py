@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import Requests
-from offbeat.numerics.compressors.layout import Layout, WritesResidual
-from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled, sum_whole
+from offbeat.numerics.compressors.layout import Layout, WritesResidual, sum_whole
+from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled
 
 
 @dataclass(frozen=True)

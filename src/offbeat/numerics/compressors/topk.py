@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offbeat.numerics.compressors.interface import AllGather, Requests, Sum
-from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual
+from offbeat.numerics.compressors.interface import AllGather, Requests
+from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual, check_ratio, sum_whole
 
 _SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
 _SAMPLE_STRIDE = 100
@@ -39,8 +39,7 @@ class TopK:
     ratio: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"expected a ratio of more than 0 and at most 1, got {self.ratio}")
+        check_ratio(self.ratio)
 
     def compressor(self, shapes: Sequence[torch.Size], seed: int) -> TopKCompressor:
         """See `CompressionMethod.compressor`."""
@@ -70,9 +69,7 @@ class TopKCompressor(WritesResidual):
     ) -> Requests:
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members >= 1 or not self._layout.compressed:
-            residual.zero_()
-            out.copy_((yield Sum(vector, is_last=True)))
-            return
+            return (yield from sum_whole(vector, out, residual))
         indices = torch.cat([self._choose(vector, span) for span in self._layout.compressed])
         values = vector[indices]
         sent = torch.cat([values.view(torch.int32), indices.to(torch.int32)])

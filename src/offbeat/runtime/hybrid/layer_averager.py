@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.plans import AlgorithmPolicy
-from offbeat.numerics.compressors.interface import CompressionMethod
+from offbeat.numerics.compressors.interface import CompressionMethod, keeps_residual
 from offbeat.runtime.averaging.group_binding import GroupBinding
 from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.local_state import by_name, by_number
@@ -115,7 +115,7 @@ class LayerAverager:
             timeout_s=timeout_s,
             compression=compression,
         )
-        self._keeps_residuals = compression is not None and compression.compressor([], 0).keeps_residual
+        self._keeps_residuals = keeps_residual(compression)
         check_layers(model)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._is_planned = False
