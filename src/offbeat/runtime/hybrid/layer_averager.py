@@ -360,7 +360,7 @@ class LayerAverager:
         """Average gradients that were accumulated or set by hand; every member has to call it."""
         self._forms.check()
         weight = self._unsent_weight
-        if not weight and any(parameter.grad is not None for parameter in self._parameters):
+        if not weight and self._pending_gradients.has_others:
             weight = self._batch_weight
         self._begin_round(weight)
         for entry in range(len(self._parameters)):
@@ -391,6 +391,8 @@ class LayerAverager:
     def _set_pending_gradients(self, round_: GradientRound) -> None:
         """Set the gradients to pending ones, before the means have arrived."""
         used = round_.wait_for_used()
+        if round_.weight == 0.0:  # no member has a new gradient: those of the last step stay
+            return
         wait = partial(self._complete_means, round_)
         for entry, is_used in enumerate(used):
             pending = PendingGradient.create(round_.mean(entry), wait) if is_used else None
@@ -410,6 +412,7 @@ class LayerAverager:
             round_.wait(index)
             round_.finalize(index)
         self._context.timer.switch(part)
+        self._pending_gradients.note_means()
         round_.was_read = True
 
     # The step ------------------------------------------------------------------------------------------

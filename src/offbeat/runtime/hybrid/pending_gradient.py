@@ -60,20 +60,39 @@ class PendingGradients:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._given: list[weakref.ref[PendingGradient] | None] = [None] * len(parameters)
+        self._resolved: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
+        self._versions: list[int | None] = [None] * len(parameters)  # of the means; None before they arrive
         self._set_aside: list[torch.Tensor | None] = []  # gradients that an optimizer must not see
 
     def set(self, entry: int, pending: PendingGradient | None) -> None:
         """Set a parameter's gradient; None where no worker has one."""
         self._parameters[entry].grad = pending
         self._given[entry] = None if pending is None else weakref.ref(pending)
+        self._resolved[entry] = self._versions[entry] = None
 
     def resolve(self, entry: int) -> None:
         """Replace a pending gradient by a plain tensor; wait for it."""
         if self._is_pending(entry):
             pending = self._parameters[entry].grad
             assert isinstance(pending, PendingGradient)
-            self._parameters[entry].grad = pending.wait()
+            self._parameters[entry].grad = mean = pending.wait()
+            self._resolved[entry] = weakref.ref(mean)
         self._given[entry] = None
+
+    def note_means(self) -> None:
+        """Note that the means have arrived: from now on only the program changes them."""
+        for entry, given in enumerate(self._given):
+            if given is not None and (pending := given()) is not None:
+                with without_subclass_functions():
+                    self._versions[entry] = pending._version
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is a gradient that no round has left there, or that was changed since."""
+        return any(
+            parameter.grad is not None and not self._is_mean(entry, parameter.grad)
+            for entry, parameter in enumerate(self._parameters)
+        )
 
     def drop(self) -> None:
         """Remove all that are still pending: the job has failed."""
@@ -102,6 +121,14 @@ class PendingGradients:
             if gradient is not None:
                 parameter.grad = gradient
         self._set_aside = []
+
+    def _is_mean(self, entry: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is the unchanged mean that the parameter was given, resolved or not."""
+        resolved, version = self._resolved[entry], self._versions[entry]
+        if not self._is_pending(entry) and (resolved is None or resolved() is not gradient):
+            return False
+        with without_subclass_functions():
+            return version is None or version == gradient._version
 
     def _is_pending(self, entry: int) -> bool:
         given, gradient = self._given[entry], self._parameters[entry].grad
