@@ -18,13 +18,13 @@ from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
-from offbeat.strategies.model_averaging import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, Choco, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.model_replay import ModelReplay, uses_of
 
 SAMPLES, BATCH, EPOCHS = 90, 5, 2
-Averaging = PReduce | ADPSGD | Prague | LocalSGD | DiLoCo
+Averaging = PReduce | ADPSGD | Prague | LocalSGD | DiLoCo | Choco
 
 
 def dataset(samples: int = SAMPLES) -> TensorDataset:
@@ -47,16 +47,16 @@ def vector(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 def _note_contributions(folder: Path) -> None:
     """Write before each exchange in the background how many steps the model had made that is sent."""
-    open_exchange = ModelAveragingSynchronizer._open_exchange
+    open_exchanges = ModelAveragingSynchronizer._open_exchanges
 
-    def open_and_note(self: ModelAveragingSynchronizer, workers: Sequence[int]) -> Any:
+    def open_and_note(self: ModelAveragingSynchronizer, groups: Sequence[Sequence[int]]) -> Any:
         averaging, background = self._protocol.averaging, self._snapshots
         if averaging is not None and background is not None and background.is_of_snapshots(averaging):
             with (folder / f"contributions-{self._loop.worker}").open("a") as file:
                 print(json.dumps([averaging.exchange_id, background.snapshot_steps]), file=file)
-        return open_exchange(self, workers)
+        return open_exchanges(self, groups)
 
-    ModelAveragingSynchronizer._open_exchange = open_and_note  # type: ignore[method-assign]
+    ModelAveragingSynchronizer._open_exchanges = open_and_note  # type: ignore[method-assign]
 
 
 def _update(optimizer: torch.optim.SGD, parameter: nn.Parameter) -> torch.Tensor:
@@ -113,7 +113,7 @@ def train(
     return worker, vector(parameters), used
 
 
-def replayed(log: Path, folder: Path) -> dict[int, Any]:
+def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
     """The final models of all workers, from the run log and what they have written."""
     starts = {worker: vectors[0] for worker, vectors in _written(folder, "start").items()}
     steps_of_lost = {
@@ -123,7 +123,8 @@ def replayed(log: Path, folder: Path) -> dict[int, Any]:
     }
     updates = _written(folder, "updates")
     entries = read_log(log).entries
-    return ModelReplay(entries, starts, updates, steps_of_lost).models
+    shapes = [parameter.shape for parameter in network().parameters()]
+    return ModelReplay(entries, starts, updates, steps_of_lost, strategy, shapes).models
 
 
 def _written(folder: Path, name: str) -> dict[int, list[Any]]:
@@ -138,6 +139,7 @@ def check_run(
     log: Path,
     folder: Path,
     results: Sequence[tuple[int, list[float], int]],
+    strategy: Averaging,
     *,
     epochs: int = EPOCHS,
     samples: int = SAMPLES,
@@ -146,7 +148,7 @@ def check_run(
     record = read_log(log)
     difference = replay(record)
     assert difference is None, str(difference)
-    models = replayed(log, folder)
+    models = replayed(log, folder, strategy)
     for worker, final, _ in results:
         assert final == results[0][1]
         np.testing.assert_allclose(final, models[worker], rtol=0, atol=1e-12)

@@ -313,7 +313,7 @@ def standing(strategy: Averaging, folder: Path, phase: str, rate: float = 0.05) 
             fault.go_on()
 
 
-def check_end(ended: list[Ended], folder: Path, phase: str) -> None:
+def check_end(ended: list[Ended], folder: Path, phase: str, strategy: Averaging) -> None:
     """Checks the end of all workers but those that were not to survive; see `check_run`."""
     epochs = 1 if phase in ("resting", "finished") else 2
-    check_run(folder / "log", folder, values(ended), epochs=epochs)
+    check_run(folder / "log", folder, values(ended), strategy, epochs=epochs)

@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from offbeat.events import AssignBlocks, AverageModels, Block, ModelsAveraged, Ready
 from offbeat.numerics.outer_optimizer import OuterOptimizer
+from offbeat.strategies import Choco
+from support.gossip_replay import GossipReplay
 
 
 def mixing_matrix(
@@ -59,6 +62,8 @@ class ModelReplay:
         updates: by worker, what it added to its model in each step.
         steps_of_lost: by exchange and worker, the steps that its model had made; for workers that were lost
             before they reported them.
+        strategy: of the job.
+        shapes: of the tensors of a model.
 
     Attributes:
         models: by worker, its model at the end.
@@ -70,6 +75,8 @@ class ModelReplay:
         starts: Mapping[int, Any],
         updates: Mapping[int, Sequence[Any]],
         steps_of_lost: Mapping[tuple[int, int], int],
+        strategy: Any,
+        shapes: Sequence[torch.Size],
     ) -> None:
         self._starts, self._updates, self._optimizer = starts, updates, OuterOptimizer()
         self.models: dict[int, Any] = {}
@@ -90,6 +97,9 @@ class ModelReplay:
             for event in events
             if isinstance(event, ModelsAveraged)
         }
+        self._gossip = None
+        if isinstance(strategy, Choco):
+            self._gossip = GossipReplay(entries, strategy, shapes, self._contribution)
         while any(self._advance(worker) for worker in self._events):
             pass
         left = {worker: events[0] for worker, events in self._events.items() if events}
@@ -124,6 +134,13 @@ class ModelReplay:
             return True
         if any(self._contribution(other, averaging) is None for other in averaging.group):
             return False
+        if self._gossip is not None and not averaging.includes_buffers and len(averaging.group) > 1:
+            correction = self._gossip.correction(worker, averaging)
+            if correction is None:
+                return False
+            self.models[worker] = self.models[worker] + correction
+            self._after[averaging.exchange_id, worker] = self.models[worker]
+            return True
         weights = dict(zip(averaging.members, averaging.weights, strict=True))
         mean = sum(weights[other] * self._contribution(other, averaging) for other in averaging.group)
         if averaging.outer_step is not None:

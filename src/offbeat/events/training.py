@@ -711,6 +711,9 @@ class AverageModels(ToMembers):
         leader: the worker that evaluates, prints and saves for all.
         keeps_own_share: of P models, a member keeps 1/P of its own, and takes the rest from the others by
             their weights, so that the members' models differ afterwards; no member is joining.
+        continues: the last averaging of each member was one of snapshots, of this group, and all have its
+            result: what they know of each other since then still holds. Never set where workers keep nothing
+            of each other.
     """
 
     exchange_id: int
@@ -723,6 +726,7 @@ class AverageModels(ToMembers):
     leader: int
     reason: str
     keeps_own_share: bool = False
+    continues: bool = False
 
     @property
     def group(self) -> tuple[int, ...]:

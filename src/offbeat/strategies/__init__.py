@@ -2,7 +2,7 @@
 
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, Choco, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import STRATEGIES, parse_strategy
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
@@ -15,6 +15,7 @@ __all__ = [
     "SSP",
     "STRATEGIES",
     "AllReduce",
+    "Choco",
     "DiLoCo",
     "Downpour",
     "Hybrid",

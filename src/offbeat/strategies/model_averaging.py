@@ -6,10 +6,13 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from offbeat.numerics.compressors.interface import keeps_residual
+from offbeat.numerics.compressors.registry import parse_encoding
+from offbeat.numerics.gossip import mixing_weights
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GroupMode
 from offbeat.policies.model_averaging.local_steps import LocalSteps
+from offbeat.policies.model_averaging.neighbour_gossip import NeighbourGossip
 from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
@@ -17,6 +20,7 @@ from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.policies.model_averaging.weights import GroupWeights, MeanApplication
 from offbeat.runtime.control.configuration import PolicySpec
+from offbeat.runtime.model_averaging.public_copies import Gamma
 from offbeat.runtime.model_averaging.synchronizer import ModelAveragingSynchronizer
 from offbeat.runtime.training.interface import TrainingLoop
 from offbeat.runtime.training.trained import TrainingState
@@ -359,5 +363,84 @@ class DiLoCo(LocalSGD):
             "compress",
             "residual_decay",
         ):
+            del arguments[name]
+        return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choco(AveragesModels):
+    """CHOCO-SGD: each worker moves its model towards those of its neighbours, by compressed differences.
+
+    A worker sends its neighbours how its model has changed since what it has sent of it before, compressed,
+    and moves its model towards what it knows of theirs. What is not sent is sent later. So a round has few
+    bytes, and models come together slowly, the slower the more is left out. The mean of all models stays as
+    it is.
+
+    A round is of all workers, and begins when the slowest one is ready; with `overlap` the others train on
+    until then. In the first round, and in that after an epoch or the loss or arrival of a worker, whole
+    models are sent.
+
+    All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
+    lost workers.
+
+    Source: Koloskova, Stich and Jaggi 2019, "Decentralized stochastic optimization and gossip algorithms with
+    compressed communication"; Koloskova, Lin, Stich and Jaggi 2020, "Decentralized deep learning with
+    arbitrary communication compression". Deviations: those of `NeighbourGossip`; tensors of one dimension are
+    sent whole.
+
+    Args:
+        topology: "ring", "exponential" or "complete": which workers are neighbours.
+        compress: "topk:RATIO", "randomk:RATIO", "sign" or "qsgd:LEVELS", see `AllReduce`; None sends whole
+            models. It needs a model on the CPU.
+        gamma: the consensus step, more than 0 and at most 1: how much of what a worker's public copy differs
+            from the weighted mean of its neighbours' and its own is added to its model in a round. "adaptive"
+            measures how much compression leaves out (see `offbeat.numerics.gossip.AdaptiveStep`); "theory" is
+            the step that is proven to converge, a very short one.
+        every: optimizer steps of the fastest worker between two rounds, at least 1.
+        by_pace: see `LocalSGD`.
+        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    name: ClassVar[str] = "choco"
+    _policy: ClassVar[type[ModelAveraging]] = NeighbourGossip
+
+    topology: Topology = "ring"
+    compress: str | None = "topk:0.01"
+    gamma: Gamma = "adaptive"
+    every: int = 1
+    by_pace: bool = True
+
+    def __post_init__(self) -> None:
+        mixing_weights(self.topology, 1, 0)
+        parse_encoding(self.compress)
+        if isinstance(self.gamma, str):
+            if self.gamma not in ("adaptive", "theory"):
+                raise ValueError(f"expected gamma to be adaptive, theory or a number, got {self.gamma!r}")
+        elif not 0 < self.gamma <= 1:
+            raise ValueError(f"expected gamma of more than 0 and at most 1, got {self.gamma}")
+        super().__post_init__()
+
+    def make_synchronizer(self, loop: TrainingLoop, trained: TrainingState) -> ModelAveragingSynchronizer:
+        """See `Strategy.make_synchronizer`.
+
+        Raises:
+            OffbeatError: `compress` with a model on an accelerator.
+        """
+        check_compresses(self.compress, trained)
+        return super().make_synchronizer(loop, trained)
+
+    def _compression_arguments(self) -> dict[str, Any]:
+        return {"encoding": parse_encoding(self.compress), "gamma": self.gamma}
+
+    def worker_arguments(self) -> dict[str, Any]:
+        """See `AveragesModels.worker_arguments`."""
+        return {**super().worker_arguments(), "topology": self.topology}
+
+    def _policy_arguments(self) -> dict[str, Any]:
+        arguments = super()._policy_arguments()
+        for name in ("topology", "compress", "gamma"):
             del arguments[name]
         return arguments

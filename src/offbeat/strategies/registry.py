@@ -10,7 +10,7 @@ import msgspec
 from offbeat.runtime.training.interface import Strategy
 from offbeat.strategies.allreduce import AllReduce
 from offbeat.strategies.hybrid import Hybrid
-from offbeat.strategies.model_averaging import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
+from offbeat.strategies.model_averaging import ADPSGD, Choco, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.staleness import ASP, DTSSP, SSP, Downpour, ServerBSP
 from offbeat.wire.known import prime_msgspec_types
@@ -25,6 +25,7 @@ _KINDS = (
     Prague,
     LocalSGD,
     DiLoCo,
+    Choco,
     ServerBSP,
     SSP,
     DTSSP,

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from offbeat.events import Finished, ModelsAveraged, Ready
-from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
+from offbeat.strategies import ADPSGD, Choco, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.averagings import count_averagings
 from offbeat.wire.log_file import read_log
 from support.averaging_phases import HOLDER, PHASES, VICTIM, check_end, standing
 from support.processes import values
 from support.run_logs import entries_of, wait_for_entry, wait_until
 
-OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3), LocalSGD(every=2), DiLoCo(every=2)]
+CHOCO = Choco(compress="topk:0.3", gamma=0.4)
+OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3), LocalSGD(every=2), DiLoCo(every=2), CHOCO]
 WAITING = [replace(strategy, overlap=False) for strategy in OVERLAPPED]
 
 # With overlap no worker waits for a group. Without it none has a mean that it has not added, and two of three
@@ -54,7 +55,7 @@ def test_a_worker_that_is_killed_is_lost_alone(tmp_path, phase, strategy):
         fault.kill()
         fault.go_on()
         ended = fault.running.ends()
-    check_end(survivors(ended), tmp_path, phase)
+    check_end(survivors(ended), tmp_path, phase, strategy)
 
 
 @pytest.mark.long(after=1)
@@ -66,7 +67,7 @@ def test_a_worker_that_hangs_is_lost_alone(tmp_path, phase, strategy):
         others = [fault.running.end(rank) for rank in range(3) if rank != VICTIM]
         fault.running.signal(VICTIM, signal.SIGCONT)
         assert fault.running.end(VICTIM).error_type == "WorkerError"
-    check_end(others, tmp_path, phase)
+    check_end(others, tmp_path, phase, strategy)
 
 
 @pytest.mark.long(after=3)
@@ -76,7 +77,7 @@ def test_a_newcomer_takes_part_whenever_it_comes(tmp_path, phase, strategy):
         fault.join(strategy, tmp_path, phase)
         fault.go_on()
         ended = fault.running.ends()
-    check_end(ended, tmp_path, phase)
+    check_end(ended, tmp_path, phase, strategy)
 
 
 @pytest.mark.long(after=3)
@@ -86,7 +87,7 @@ def test_a_coordinator_that_is_killed_changes_nothing(tmp_path, phase, strategy)
         fault.kill_coordinator()
         fault.go_on()
         ended = fault.running.ends()
-    check_end(ended, tmp_path, phase)
+    check_end(ended, tmp_path, phase, strategy)
 
 
 @pytest.mark.long(after=1)
@@ -101,17 +102,18 @@ def test_a_worker_that_reaches_no_other_trains_alone_until_it_does(tmp_path, pha
         wait_until(lambda: len(entries_of(fault.log, Finished)) == 3, "the end of the loops")
         fault.places.close("cut")
         ended = fault.running.ends()
-    check_end(ended, tmp_path, phase)
+    check_end(ended, tmp_path, phase, strategy)
 
 
 def test_a_worker_that_is_killed_while_the_others_wait_after_a_delay_is_lost_alone(tmp_path):
-    with standing(DiLoCo(every=2, delay=1), tmp_path, "exchanging") as fault:
+    strategy = DiLoCo(every=2, delay=1)
+    with standing(strategy, tmp_path, "exchanging") as fault:
         for worker in (0, HOLDER):
             wait_until(partial(has_made_two_steps, fault.log, worker), f"the end of the delay of {worker}")
         fault.kill()
         fault.go_on()
         ended = fault.running.ends()
-    check_end(survivors(ended), tmp_path, "exchanging")
+    check_end(survivors(ended), tmp_path, "exchanging", strategy)
 
 
 def has_made_two_steps(log, worker):
@@ -133,7 +135,7 @@ def kill_at_rate_0(folder, phase, strategy):
         fault.kill()
         fault.places.open("open")
         ended = fault.running.ends()
-    check_end(survivors(ended), folder, phase)
+    check_end(survivors(ended), folder, phase, strategy)
     (_, final, _), *_ = values(survivors(ended))
     return np.array(final), count_averagings(read_log(folder / "log").entries).incomplete
 

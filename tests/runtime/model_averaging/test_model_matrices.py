@@ -8,7 +8,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from offbeat.strategies import ADPSGD, DiLoCo, LocalSGD, Prague, PReduce
+from offbeat.strategies import ADPSGD, Choco, DiLoCo, LocalSGD, Prague, PReduce
 from offbeat.wire.log_file import read_log
 from support.averaged_training import BATCH, SAMPLES, check_run, dataset, network, train
 from support.equal_batches import batches_in_step
@@ -47,12 +47,15 @@ def trains(rank, emit, strategy, folder, rate):
         LocalSGD(every=2, overlap=False),
         DiLoCo(every=3),
         DiLoCo(every=2, quorum=1, grace=0.0, by_pace=False, overlap=False),
+        Choco(compress="topk:0.3", gamma=0.4),
+        Choco(compress="topk:0.3", gamma=0.4, every=2, topology="complete", overlap=False),
+        Choco(compress=None, gamma=1.0, topology="exponential"),
     ],
     ids=name_of,
 )
 def test_the_logs_matrices_and_the_workers_updates_reproduce_every_model(tmp_path, strategy):
     results = values(run(trains, 4, strategy, tmp_path, 0.05, env=env_of(tmp_path)))
-    check_run(tmp_path / "log", tmp_path, results)
+    check_run(tmp_path / "log", tmp_path, results, strategy)
 
 
 @pytest.mark.long(after=3)

@@ -9,13 +9,14 @@ from offbeat.events import AverageModels, ModelsAveraged, Ready
 from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.local_rounds import LocalRounds
 from offbeat.policies.model_averaging.local_steps import LocalSteps
+from offbeat.policies.model_averaging.neighbour_gossip import NeighbourGossip
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
 from offbeat.policies.model_averaging.prague import PragueAveraging
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.simulator.core.faults import WorkerArrival, WorkerDeath, WorkerHang
 from offbeat.simulator.core.times import JitteredTimes
-from offbeat.simulator.model_averaging.campaign import draw_case, run_case
+from offbeat.simulator.model_averaging.campaign import draw_case, draw_gossip_case, run_case
 from offbeat.simulator.model_averaging.cluster import SimulatedModelCluster
 from offbeat.simulator.model_averaging.worker import AveragingWorker
 from offbeat.simulator.training.cluster import ViolationError
@@ -23,6 +24,7 @@ from offbeat.simulator.training.sample_loop import SampleSetting
 from offbeat.simulator.training.setting import SimulationSetting
 
 SEEDS = range(160)
+GOSSIP_SEEDS = range(60)
 
 
 @pytest.mark.long(after=15)
@@ -175,6 +177,34 @@ def test_the_campaign_finds_an_outer_step_of_members_with_different_anchors():
                 run_case(seed, build)
 
     with pytest.raises(ViolationError, match="has another anchor than others"):
+        run_all()
+
+
+@pytest.mark.long(after=5)
+@pytest.mark.parametrize("seed", GOSSIP_SEEDS)
+def test_workers_that_gossip_know_each_others_copies_whatever_fails(seed):
+    cluster = run_case(seed, draw=draw_gossip_case)
+    assert cluster.is_job_complete or cluster.stopped or not cluster.running_workers()
+
+
+class CountsOnAllCopies(NeighbourGossip):
+    """Takes workers that gossip for those of the last round, with all that it has yielded."""
+
+    def _has_copies(self, group):
+        return len(group) > 1 and any(worker in self._last_mixed for worker in group)
+
+
+@pytest.mark.long(after=2)
+def test_the_campaign_finds_rounds_that_continue_without_the_copies():
+    def build(case):
+        world = case.setting.world
+        return [Assembly(world, accepts_late_joiners=True), CountsOnAllCopies(world, **case.arguments)]
+
+    def run_all():
+        for seed in GOSSIP_SEEDS:
+            run_case(seed, build, draw=draw_gossip_case)
+
+    with pytest.raises(ViolationError, match=r"continues different rounds|has other copies"):
         run_all()
 
 

@@ -107,6 +107,47 @@ class Compressor(Protocol):
         """
 
 
+class Encoder(Protocol):
+    """Encodes vectors of one layout, so that each code can be decoded without any other.
+
+    Tensors of fewer than two dimensions are part of a code, whole.
+    """
+
+    def encode(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        """Return the code of a vector: 1-D, equally long for all vectors of the layout and a dtype.
+
+        Args:
+            vector: 1-D, float32 or float64, on the CPU; unchanged.
+            number: of the round, on which random numbers depend.
+        """
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the vector that a code stands for: the same bits wherever the code is decoded.
+
+        Args:
+            code: of an encoder of the same method and layout, with any seed.
+            out: receives the vector; 1-D, of the dtype of the one that was encoded.
+        """
+
+    def omega(self) -> float:
+        """Return a lower bound of the contraction, more than 0 and at most 1.
+
+        With Q(x) what the code of a vector x stands for, E||Q(x) - x||^2 <= (1 - omega) ||x||^2.
+        """
+
+
+class EncodingMethod(Protocol):
+    """A method of which vectors can be encoded, with its options."""
+
+    def encoder(self, shapes: Sequence[torch.Size], seed: int) -> Encoder:
+        """Return the encoder of vectors that hold tensors of these shapes, one after another.
+
+        Args:
+            shapes: of the tensors.
+            seed: of random numbers, at least 0; another one on each worker, so that their errors differ.
+        """
+
+
 class CompressionMethod(Protocol):
     """A method with its options."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -65,10 +66,25 @@ class Layout:
             values: the sums, as `uncompressed` returns elements.
             out, residual: see `Compressor.sum`.
         """
+        self._write(values, out)
+        for span in self._uncompressed:
+            span.of(residual).zero_()
+
+    def _write(self, values: torch.Tensor, out: torch.Tensor) -> None:
         pieces = values.split([span.elements for span in self._uncompressed])
         for span, piece in zip(self._uncompressed, pieces, strict=True):
             span.of(out).copy_(piece)
-            span.of(residual).zero_()
+
+    def append_uncompressed(self, message: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Return a code: a message on the compressed tensors, followed by the elements of the others."""
+        return torch.cat([message, self.uncompressed(vector).view(message.dtype)])
+
+    def split_uncompressed(self, code: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the message that a code begins with; write the elements that follow it to a vector."""
+        elements = sum(span.elements for span in self._uncompressed)
+        length = len(code) - elements * out.element_size() // code.element_size()
+        self._write(code[length:].clone().view(out.dtype), out)
+        return code[:length]
 
     @property
     def has_uncompressed(self) -> bool:
@@ -113,3 +129,13 @@ def check_ratio(ratio: float) -> None:
     """
     if not 0 < ratio <= 1:
         raise ValueError(f"expected a ratio of more than 0 and at most 1, got {ratio}")
+
+
+def elements_sent(span: Span, ratio: float) -> int:
+    """Return how many elements of a tensor are sent, at least one."""
+    return math.ceil(ratio * span.elements)
+
+
+def least_fraction_sent(layout: Layout, ratio: float) -> float:
+    """Return the least fraction of a tensor's elements that are sent."""
+    return min([1.0, *(elements_sent(span, ratio) / span.elements for span in layout.compressed)])

@@ -12,7 +12,12 @@ import torch
 
 from offbeat.numerics.compressors.interface import Requests
 from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual, sum_whole
-from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled
+from offbeat.numerics.compressors.scaled_integers import (
+    decode_scaled,
+    gathering_pays,
+    join_scales,
+    sum_scaled,
+)
 
 _LEVELS_MAX = 127  # with its sign, a level is one byte
 
@@ -48,9 +53,13 @@ class QSGD:
         """See `CompressionMethod.compressor`."""
         return QSGDCompressor(shapes, self.levels, seed)
 
+    def encoder(self, shapes: Sequence[torch.Size], seed: int) -> QSGDCompressor:
+        """See `EncodingMethod.encoder`."""
+        return QSGDCompressor(shapes, self.levels, seed)
+
 
 class QSGDCompressor(WritesResidual):
-    """Gathers the levels of all members, and sums what is sent uncompressed.
+    """Gathers the levels of all members, and sums what is sent uncompressed; an `Encoder`, too.
 
     Args:
         shapes: of the tensors that a vector holds.
@@ -76,26 +85,34 @@ class QSGDCompressor(WritesResidual):
         layout = self._layout
         if gathering_pays(layout, members, sent_bits=8, element_bytes=vector.element_size()):
             generator = np.random.default_rng([self._seed, position, rounds])
-            norms = [torch.linalg.vector_norm(span.of(vector)) for span in layout.compressed]
-            levels = [
-                self._round(span.of(vector), norm, generator)
-                for span, norm in zip(layout.compressed, norms, strict=True)
-            ]
-            divisors = [self._levels * self._tau(span) for span in layout.compressed]
+            message = self._message(vector, generator)
             yield from sum_scaled(
-                layout,
-                vector,
-                out,
-                residual,
-                torch.stack([norm / divisor for norm, divisor in zip(norms, divisors, strict=True)]),
-                torch.cat(levels),
-                position=position,
-                pack=_to_bytes,
-                unpack=_to_integers,
+                layout, vector, out, residual, message, position=position, unpack=_to_integers
             )
         else:
             yield from sum_whole(vector, out, residual)
         return rounds + 1
+
+    def encode(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        """See `Encoder.encode`: norms and levels, uint8."""
+        message = self._message(vector, np.random.default_rng([self._seed, number]))
+        return self._layout.append_uncompressed(message, vector)
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Encoder.decode`."""
+        decode_scaled(self._layout, self._layout.split_uncompressed(code, out), out, _to_integers)
+
+    def omega(self) -> float:
+        """See `Encoder.omega`: 1 / tau of the largest tensor."""
+        return min([1.0, *(1 / self._tau(span) for span in self._layout.compressed)])
+
+    def _message(self, vector: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
+        scales, levels = vector.new_empty(len(self._layout.compressed)), [vector[:0].to(torch.int8)]
+        for index, span in enumerate(self._layout.compressed):
+            norm = torch.linalg.vector_norm(span.of(vector))
+            scales[index] = norm / (self._levels * self._tau(span))
+            levels.append(self._round(span.of(vector), norm, generator))
+        return join_scales(scales, torch.cat(levels).view(torch.uint8))
 
     def _tau(self, span: Span) -> float:
         return 1 + min(span.elements / self._levels**2, math.sqrt(span.elements) / self._levels)
@@ -108,10 +125,6 @@ class QSGDCompressor(WritesResidual):
         scaled = values.abs().div_(norm if norm else 1.0).mul_(self._levels)
         scaled.add_(torch.from_numpy(draws)).floor_().clamp_(max=self._levels)
         return scaled.copysign_(values).to(torch.int8)
-
-
-def _to_bytes(integers: torch.Tensor) -> torch.Tensor:
-    return integers.view(torch.uint8)
 
 
 def _to_integers(packed: torch.Tensor) -> torch.Tensor:

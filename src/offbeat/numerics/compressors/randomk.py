@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,15 @@ import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import Requests, Sum
-from offbeat.numerics.compressors.layout import Layout, WritesResidual, check_ratio
+from offbeat.numerics.compressors.layout import (
+    Layout,
+    WritesResidual,
+    check_ratio,
+    elements_sent,
+    least_fraction_sent,
+)
+
+_DRAWN_BYTES = 16  # of a code: seed and number of the round
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,13 @@ class RandomK:
         """See `CompressionMethod.compressor`."""
         return RandomKCompressor(shapes, self.ratio, seed)
 
+    def encoder(self, shapes: Sequence[torch.Size], seed: int) -> RandomKCompressor:
+        """See `EncodingMethod.encoder`."""
+        return RandomKCompressor(shapes, self.ratio, seed)
+
 
 class RandomKCompressor(WritesResidual):
-    """Requests one sum, of the chosen elements and of what is sent uncompressed.
+    """Requests one sum, of the chosen elements and of what is sent uncompressed; an `Encoder`, too.
 
     Args:
         shapes: of the tensors that a vector holds.
@@ -68,7 +79,7 @@ class RandomKCompressor(WritesResidual):
     ) -> Requests:
         """See `Compressor.sum`; the state is the number of rounds before."""
         rounds = state or 0
-        indices = self._choose(rounds)
+        indices = self._choose(self._seed, rounds)
         low, high = vector.aminmax()
         chosen = vector[indices] + (0 * low + 0 * high)  # NaN where an element of the vector is not finite
         summed = yield Sum(torch.cat([chosen, self._layout.uncompressed(vector)]), is_last=True)
@@ -79,11 +90,28 @@ class RandomKCompressor(WritesResidual):
         self._layout.write_uncompressed(summed[len(indices) :], out, residual)
         return rounds + 1
 
-    def _choose(self, rounds: int) -> torch.Tensor:
+    def encode(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        """See `Encoder.encode`: the seed and the number, from which the indices follow, and values; uint8."""
+        drawn = torch.tensor([self._seed, number]).view(torch.uint8)
+        values = vector[self._choose(self._seed, number)].view(torch.uint8)
+        return self._layout.append_uncompressed(torch.cat([drawn, values]), vector)
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Encoder.decode`."""
+        out.zero_()
+        drawn, values = self._layout.split_uncompressed(code, out).tensor_split([_DRAWN_BYTES])
+        indices = self._choose(*drawn.clone().view(torch.int64).tolist())
+        out.index_copy_(0, indices, values.clone().view(out.dtype))
+
+    def omega(self) -> float:
+        """See `Encoder.omega`: the least fraction of a tensor's elements that is sent."""
+        return least_fraction_sent(self._layout, self._ratio)
+
+    def _choose(self, seed: int, number: int) -> torch.Tensor:
         """Return the indices of a round."""
-        generator = np.random.default_rng([self._seed, rounds])
+        generator = np.random.default_rng([seed, number])
         chosen = [np.zeros(0, np.int64)]
         for span in self._layout.compressed:
-            count = math.ceil(self._ratio * span.elements)
+            count = elements_sent(span, self._ratio)
             chosen.append(span.start + generator.choice(span.elements, count, replace=False, shuffle=False))
         return torch.from_numpy(np.concatenate(chosen))

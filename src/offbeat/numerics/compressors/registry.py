@@ -11,8 +11,9 @@ from offbeat.numerics.compressors.cast import Cast
 from offbeat.numerics.compressors.chunked_topk import ChunkedTopK
 from offbeat.numerics.compressors.csc import CSC
 from offbeat.numerics.compressors.dgc import DGC
+from offbeat.numerics.compressors.identity import Identity
 from offbeat.numerics.compressors.int8 import Int8
-from offbeat.numerics.compressors.interface import CompressionMethod
+from offbeat.numerics.compressors.interface import CompressionMethod, EncodingMethod
 from offbeat.numerics.compressors.powersgd import PowerSGD
 from offbeat.numerics.compressors.qsgd import QSGD
 from offbeat.numerics.compressors.randomk import RandomK
@@ -61,6 +62,24 @@ def parse_compression(text: str) -> CompressionMethod:
     except ValueError as error:
         raise ValueError(f"{_EXPECTED}, got {text!r} ({error})") from None
     raise ValueError(f"{_EXPECTED}, got {text!r}")
+
+
+def parse_encoding(text: str | None) -> EncodingMethod:
+    """Parse a method that has an encoder, such as `topk:0.01`; None sends vectors as they are.
+
+    Raises:
+        ValueError: the text is not a method, its option is out of range, or its method sums vectors without
+            a code of each one; one line with what was expected and what was given.
+    """
+    if text is None:
+        return Identity()
+    method = parse_compression(text)
+    if isinstance(method, Sign | QSGD | RandomK | TopK):
+        return method
+    raise ValueError(
+        "expected compress to be sign, qsgd:LEVELS, randomk:RATIO or topk:RATIO, such as topk:0.01, as other "
+        f"methods only compress sums, got {text!r}"
+    )
 
 
 def _options(parts: Sequence[str]) -> dict[str, Any]:

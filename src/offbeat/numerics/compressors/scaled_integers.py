@@ -18,11 +18,9 @@ def sum_scaled(
     vector: torch.Tensor,
     out: torch.Tensor,
     residual: torch.Tensor,
-    scales: torch.Tensor,
-    integers: torch.Tensor,
+    message: torch.Tensor,
     *,
     position: int,
-    pack: Callable[[torch.Tensor], torch.Tensor],
     unpack: Callable[[torch.Tensor], torch.Tensor],
 ) -> Requests:
     """Sum integers times scales over the members, and what is not compressed; write the residual.
@@ -30,28 +28,50 @@ def sum_scaled(
     Args:
         layout: of the vector.
         vector, out, residual, position: see `Compressor.sum`.
-        scales: of the compressed tensors, of the vector's dtype.
-        integers: of all compressed tensors, one after another, int8.
-        pack: returns integers as bytes, uint8.
-        unpack: its inverse; may return integers more than were packed.
+        message: this member's, of `join_scales`.
+        unpack: see `decode_scaled`.
     """
-    scale_bytes = scales.view(torch.uint8)
-    sent = torch.cat([scale_bytes, pack(integers)])
-    received = yield AllGather(sent, is_last=not layout.has_uncompressed)
+    received = yield AllGather(message, is_last=not layout.has_uncompressed)
     out.zero_()
     residual.copy_(vector)
     rounded = torch.empty_like(vector)
     for member, row in enumerate(received):
-        their_scales = row[: len(scale_bytes)].clone().view(scales.dtype).tolist()
-        their_integers = unpack(row[len(scale_bytes) :])
-        start = 0
-        for span, scale in zip(layout.compressed, their_scales, strict=True):
-            theirs = span.of(rounded).copy_(their_integers[start : start + span.elements]).mul_(scale)
-            start += span.elements
-            span.of(out).add_(theirs)
+        decode_scaled(layout, row, rounded, unpack)
+        for span in layout.compressed:
+            span.of(out).add_(span.of(rounded))
             if member == position:
-                span.of(residual).sub_(theirs)
+                span.of(residual).sub_(span.of(rounded))
     yield from layout.sum_uncompressed(vector, out, residual)
+
+
+def join_scales(scales: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return the message of a vector, uint8.
+
+    Args:
+        scales: of the compressed tensors, of the vector's dtype.
+        packed: the integers of all compressed tensors, one after another, as bytes.
+    """
+    return torch.cat([scales.view(torch.uint8), packed])
+
+
+def decode_scaled(
+    layout: Layout, message: torch.Tensor, out: torch.Tensor, unpack: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Write integers times scales to the compressed tensors of a vector.
+
+    Args:
+        layout: of the vector.
+        message: of `join_scales`.
+        out: the vector.
+        unpack: returns the integers that bytes hold, int8; may return more of them.
+    """
+    scale_bytes = len(layout.compressed) * out.element_size()
+    scales = message[:scale_bytes].clone().view(out.dtype).tolist()
+    integers = unpack(message[scale_bytes:])
+    start = 0
+    for span, scale in zip(layout.compressed, scales, strict=True):
+        span.of(out).copy_(integers[start : start + span.elements]).mul_(scale)
+        start += span.elements
 
 
 def gathering_pays(layout: Layout, members: int, *, sent_bits: int, element_bytes: int) -> bool:

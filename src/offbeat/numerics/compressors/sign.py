@@ -11,7 +11,12 @@ import torch
 
 from offbeat.numerics.compressors.interface import Requests
 from offbeat.numerics.compressors.layout import Layout, WritesResidual, sum_whole
-from offbeat.numerics.compressors.scaled_integers import gathering_pays, sum_scaled
+from offbeat.numerics.compressors.scaled_integers import (
+    decode_scaled,
+    gathering_pays,
+    join_scales,
+    sum_scaled,
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +35,13 @@ class Sign:
         """See `CompressionMethod.compressor`."""
         return SignCompressor(shapes)
 
+    def encoder(self, shapes: Sequence[torch.Size], seed: int) -> SignCompressor:
+        """See `EncodingMethod.encoder`."""
+        return SignCompressor(shapes)
+
 
 class SignCompressor(WritesResidual):
-    """Gathers the signs of all members, and sums what is sent uncompressed.
+    """Gathers the signs of all members, and sums what is sent uncompressed; an `Encoder`, too.
 
     Args:
         shapes: of the tensors that a vector holds.
@@ -55,23 +64,27 @@ class SignCompressor(WritesResidual):
         layout = self._layout
         if not gathering_pays(layout, members, sent_bits=1, element_bytes=vector.element_size()):
             return (yield from sum_whole(vector, out, residual))
-        means = [torch.linalg.vector_norm(span.of(vector), 1) / span.elements for span in layout.compressed]
-        signs = torch.cat([span.of(vector) >= 0 for span in layout.compressed])
-        yield from sum_scaled(
-            layout,
-            vector,
-            out,
-            residual,
-            torch.stack(means),
-            signs,
-            position=position,
-            pack=_pack_bits,
-            unpack=_unpack_signs,
-        )
+        message = self._message(vector)
+        yield from sum_scaled(layout, vector, out, residual, message, position=position, unpack=_unpack_signs)
 
+    def encode(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        """See `Encoder.encode`: mean magnitudes and signs, uint8."""
+        return self._layout.append_uncompressed(self._message(vector), vector)
 
-def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(np.packbits(bits.numpy()))
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Encoder.decode`."""
+        decode_scaled(self._layout, self._layout.split_uncompressed(code, out), out, _unpack_signs)
+
+    def omega(self) -> float:
+        """See `Encoder.omega`: 1 / d, as of a tensor with a single element that is not 0."""
+        return min([1.0, *(1 / span.elements for span in self._layout.compressed)])
+
+    def _message(self, vector: torch.Tensor) -> torch.Tensor:
+        means, signs = vector.new_empty(len(self._layout.compressed)), [vector[:0] >= 0]
+        for index, span in enumerate(self._layout.compressed):
+            means[index] = torch.linalg.vector_norm(span.of(vector), 1) / span.elements
+            signs.append(span.of(vector) >= 0)
+        return join_scales(means, torch.from_numpy(np.packbits(torch.cat(signs).numpy())))
 
 
 def _unpack_signs(packed: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 
 from offbeat.numerics.compressors.interface import AllGather, Requests
-from offbeat.numerics.compressors.layout import Layout, Span, WritesResidual, check_ratio, sum_whole
+from offbeat.numerics.compressors.layout import (
+    Layout,
+    Span,
+    WritesResidual,
+    check_ratio,
+    elements_sent,
+    least_fraction_sent,
+    sum_whole,
+)
 
 _SAMPLED_FROM = 1 << 16  # elements from which on a threshold is estimated
 _SAMPLE_STRIDE = 100
@@ -45,9 +53,13 @@ class TopK:
         """See `CompressionMethod.compressor`."""
         return TopKCompressor(shapes, self.ratio)
 
+    def encoder(self, shapes: Sequence[torch.Size], seed: int) -> TopKCompressor:
+        """See `EncodingMethod.encoder`."""
+        return TopKCompressor(shapes, self.ratio)
+
 
 class TopKCompressor(WritesResidual):
-    """Gathers the chosen elements of all members, and sums what is sent uncompressed.
+    """Gathers the chosen elements of all members, and sums what is sent uncompressed; an `Encoder`, too.
 
     Args:
         shapes: of the tensors that a vector holds.
@@ -70,21 +82,44 @@ class TopKCompressor(WritesResidual):
         """See `Compressor.sum`; there is no state."""
         if self._ratio * members >= 1 or not self._layout.compressed:
             return (yield from sum_whole(vector, out, residual))
-        indices = torch.cat([self._choose(vector, span) for span in self._layout.compressed])
-        values = vector[indices]
-        sent = torch.cat([values.view(torch.int32), indices.to(torch.int32)])
-        received = yield AllGather(sent, is_last=not self._layout.has_uncompressed)
+        indices, message = self._message(vector)
+        received = yield AllGather(message, is_last=not self._layout.has_uncompressed)
         out.zero_()
         for row in received:
-            others_indices = row[-len(indices) :].long()
-            out.index_add_(0, others_indices, row[: -len(indices)].clone().view(vector.dtype))
+            out.index_add_(0, *self._read(row, vector.dtype))
         residual.copy_(vector)
         residual[indices] = 0
         yield from self._layout.sum_uncompressed(vector, out, residual)
 
+    def encode(self, vector: torch.Tensor, number: int) -> torch.Tensor:
+        """See `Encoder.encode`: values and indices, int32."""
+        return self._layout.append_uncompressed(self._message(vector)[1], vector)
+
+    def decode(self, code: torch.Tensor, out: torch.Tensor) -> None:
+        """See `Encoder.decode`."""
+        out.zero_()
+        message = self._layout.split_uncompressed(code, out)
+        out.index_copy_(0, *self._read(message, out.dtype))
+
+    def omega(self) -> float:
+        """See `Encoder.omega`: the least fraction of a tensor's elements that is sent."""
+        return least_fraction_sent(self._layout, self._ratio)
+
+    def _message(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices that are sent, and the message: values and indices, int32."""
+        chosen = [self._choose(vector, span) for span in self._layout.compressed]
+        indices = torch.cat([torch.zeros(0, dtype=torch.int64), *chosen])
+        return indices, torch.cat([vector[indices].view(torch.int32), indices.to(torch.int32)])
+
+    def _read(self, message: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the indices and the values of a message."""
+        count = sum(elements_sent(span, self._ratio) for span in self._layout.compressed)
+        values, indices = message.split([len(message) - count, count])
+        return indices.long(), values.clone().view(dtype)
+
     def _choose(self, vector: torch.Tensor, span: Span) -> torch.Tensor:
         """Return the indices of the largest magnitudes in a tensor, of which NaN is the largest."""
-        start, count = span.start, math.ceil(self._ratio * span.elements)
+        start, count = span.start, elements_sent(span, self._ratio)
         magnitudes = span.of(vector).abs()
         if span.elements < _SAMPLED_FROM:
             return start + magnitudes.topk(count, sorted=False).indices

@@ -128,6 +128,7 @@ class ModelAveraging:
         keeps_own_share: see `AverageModels`; not where all models are to be equal afterwards, and not where a
             member sends its model to new workers.
         has_delay: with `overlap`, workers wait for an averaging after a fixed number of steps.
+        keeps_copies: workers keep copies of each other's models, see `AverageModels.continues`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -145,6 +146,7 @@ class ModelAveraging:
         timeout_s: float,
         keeps_own_share: bool = False,
         has_delay: bool = False,
+        keeps_copies: bool = False,
     ) -> None:
         if world < 1:
             raise ValueError(f"expected a world of at least 1 worker, got {world}")
@@ -162,6 +164,7 @@ class ModelAveraging:
         self._global_every = global_every
         self._groups, self._overlap, self._timeout_s = groups, overlap, timeout_s
         self._keeps_own_share, self._has_delay = keeps_own_share, has_delay
+        self._keeps_copies = keeps_copies
         self._roster = Roster(world)
         self._assigner = SoloBlockAssigner() if shards == "dynamic" else None
         self._reachability = Reachability()
@@ -169,6 +172,8 @@ class ModelAveraging:
         self._averagings: dict[int, _Averaging] = {}  # under way, by their first exchange id
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
+        # With copies, by worker, the id and the group of its last averaging, if that was one of snapshots:
+        self._last_mixed: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
         self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
@@ -239,6 +244,9 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
+            "last_mixed": [
+                [worker, number, list(group)] for worker, (number, group) in self._last_mixed.items()
+            ],
             "steps_left": [list(entry) for entry in self._steps_left.items()],
             "began_s": [list(entry) for entry in self._began_s.items()],
             "active_s": [list(entry) for entry in self._active_s.items()],
@@ -273,6 +281,7 @@ class ModelAveraging:
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
+        self._last_mixed = {worker: (number, tuple(group)) for worker, number, group in state["last_mixed"]}
         self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
         self._active_s, self._finished_s = dict(state["active_s"]), dict(state["finished_s"])
         self._epoch_means.load_state_dict(state["epoch_means"])
@@ -328,6 +337,10 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
+        self._last_mixed.pop(event.worker, None)
+        if self._keeps_copies and event.has_mean and not averaging.is_common:
+            group = tuple(member for member in averaging.members if member not in averaging.joining)
+            self._last_mixed[event.worker] = (event.exchange_id, group)
         waits = not self._overlap or self._has_delay
         if waits or averaging.is_common or event.worker not in self._began_s:
             self._began_s[event.worker] = event.now_s
@@ -388,7 +401,9 @@ class ModelAveraging:
         if not self._roster.remove(worker):
             return []
         self._groups.discard(worker)
-        for by_worker in (self._steps_left, self._began_s, self._active_s, self._finished_s):
+        by_workers: tuple[dict[int, Any], ...]
+        by_workers = (self._steps_left, self._began_s, self._active_s, self._finished_s, self._last_mixed)
+        for by_worker in by_workers:
             by_worker.pop(worker, None)
         self._watch.remove(worker)
         self._reachability.forget(worker)
@@ -650,10 +665,16 @@ class ModelAveraging:
             steps=steps,
             includes_buffers=is_common,
             keeps_own_share=self._keeps_own_share and weights is not None and not joining,
+            continues=not is_common and self._has_copies(tuple(group)),
             outer_step=outer_step,
             leader=leader,
             reason=reason,
         )
+
+    def _has_copies(self, group: tuple[int, ...]) -> bool:
+        """Whether all workers of a group know each other from the last averaging of each."""
+        last = {self._last_mixed.get(worker) for worker in group}
+        return len(group) > 1 and len(last) == 1 and (found := last.pop()) is not None and found[1] == group
 
     def _cancel(self, exchange_id: int, reason: str) -> list[Action]:
         averaging = self._averagings[exchange_id]

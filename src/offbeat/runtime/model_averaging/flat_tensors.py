@@ -236,6 +236,11 @@ class FlatTensors:
                 difference.mul_(share)
             for other in fragment.outside(output):
                 other.zero_()
+        self.add_outputs()
+
+    @torch.no_grad()
+    def add_outputs(self) -> None:
+        """Add `outputs` to the tensors; see `unpack`."""
         for tensor, part in self._parts(self._bring_back(self.outputs)):
             tensor.add_(part)
 

@@ -13,6 +13,9 @@ a compressed sum, the loop begins the exchange instead of the links' thread, and
 compressor: at the end of the first step after the averaging, or the exchange before, is there, or when it
 waits. So such an averaging goes on only as the loops of its members do, and takes a few steps of the slowest.
 
+In compressed gossip a worker exchanges with its neighbours of the group alone, and no mean is made (see
+`PublicCopies`).
+
 Threads. The loop calls `end_step` and `wait`, the links' thread `on_averaging`. The lock of the client guards
 what they share. Nothing here decides which workers average.
 """
@@ -30,6 +33,7 @@ from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import WHOLE, FlatTensors, Fragment
 from offbeat.runtime.model_averaging.outer_state import OuterState
+from offbeat.runtime.model_averaging.public_copies import PublicCopies
 from offbeat.runtime.training.interface import COORDINATOR_MARGIN_S
 
 
@@ -45,6 +49,7 @@ class SnapshotAveraging:
         delay: with `overlap`, steps from a snapshot until the worker calls `wait`; None where it does not.
         outer: the outer optimizer that follows, None without one.
         share: of the difference between mean and snapshot, what is added.
+        copies: in compressed gossip, the public copies; None where groups average.
 
     Attributes:
         snapshot_steps: the steps that the model had made when the last snapshot of it was taken.
@@ -61,7 +66,9 @@ class SnapshotAveraging:
         delay: int | None = None,
         outer: OuterState | None = None,
         share: float = 1.0,
+        copies: PublicCopies | None = None,
     ) -> None:
+        self._copies = copies
         self._parameters, self._client, self._protocol = parameters, client, protocol
         self._open_exchange, self._overlap = open_exchange, overlap
         self._delay, self._outer, self._share = delay, outer, share
@@ -116,6 +123,8 @@ class SnapshotAveraging:
         group, worker = averaging.group, self._client.worker
         if len(group) == 1 and averaging.outer_step is None:
             return []
+        if self._copies is not None:
+            return self._copies.begin(averaging)
         exchange = self._open_exchange(group)
         if self._outer is not None and self._outer.is_compressed and averaging.outer_step is not None:
             return self._outer.sum_pseudo_gradients(exchange, averaging, worker)
@@ -159,6 +168,8 @@ class SnapshotAveraging:
             self._is_taking_snapshot = self._protocol.is_ready and not keeps_snapshot
         if self._is_taking_snapshot:
             self._parameters.take_snapshot()
+            if self._copies is not None:
+                self._copies.encode()
             self.snapshot_steps = steps
             self._is_taking_snapshot = False
             self.begin_if_due()
@@ -207,6 +218,9 @@ class SnapshotAveraging:
 
     def _apply(self, averaging: AverageModels) -> None:
         """Change the parameters by what the exchange has yielded."""
+        if self._copies is not None:
+            self._copies.apply(averaging)
+            return
         parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
         share = mean_share(averaging, self._client.worker)
         if self._outer is not None and averaging.outer_step is not None:

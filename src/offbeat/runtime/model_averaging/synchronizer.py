@@ -31,8 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import WorkerError
 from offbeat.events import Action, AverageModels, CancelAveraging, EpochEnded, OuterStateLoaded, Ready
-from offbeat.numerics.compressors.interface import CompressionMethod
+from offbeat.numerics.compressors.interface import CompressionMethod, EncodingMethod
 from offbeat.numerics.outer_optimizer import OuterOptimizer
+from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.policies.model_averaging.protocol import EXCHANGE_IDS, ModelAveragingProtocol
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange, TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -46,6 +47,7 @@ from offbeat.runtime.model_averaging.cancelled import AveragingCancelledError
 from offbeat.runtime.model_averaging.flat_tensors import FlatTensors
 from offbeat.runtime.model_averaging.outer_state import OuterState
 from offbeat.runtime.model_averaging.pseudo_gradients import PseudoGradients
+from offbeat.runtime.model_averaging.public_copies import Gamma, PublicCopies
 from offbeat.runtime.model_averaging.snapshot_averaging import SnapshotAveraging
 from offbeat.runtime.training.checks import ParameterFormCheck
 from offbeat.runtime.training.hooks import HookFreeScripting, SessionForwardHook
@@ -78,6 +80,9 @@ class ModelAveragingSynchronizer:
         mixing: the share of its own model that a worker keeps, from 0 up to below 1.
         compression: of what the outer optimizer takes, None for none.
         residual_decay: see `PseudoGradients`.
+        topology: which workers of a group are neighbours, that gossip in place of a mean; None for a mean.
+        encoding: of the gossip, None without one.
+        gamma: of the gossip, see `PublicCopies`.
     """
 
     def __init__(
@@ -95,7 +100,11 @@ class ModelAveragingSynchronizer:
         mixing: float = 0.0,
         compression: CompressionMethod | None = None,
         residual_decay: float = 1.0,
+        topology: Topology | None = None,
+        encoding: EncodingMethod | None = None,
+        gamma: Gamma = 1.0,
     ) -> None:
+        self._topology, self._encoding, self._gamma = topology, encoding, gamma
         self._loop, self._trained, self._timeout_s = loop, trained, timeout_s
         self._overlap, self._delay, self._assigns_samples = overlap, delay, assigns_samples
         self._has_epoch_means = has_epoch_means
@@ -107,7 +116,7 @@ class ModelAveragingSynchronizer:
         self._protocol = ModelAveragingProtocol(loop.worker)  # until the client has one
         self._parameters: FlatTensors | None = None
         self._snapshots: SnapshotAveraging | None = None
-        self._exchange: Exchange | None = None
+        self._exchanges: Sequence[Exchange] = ()  # opened last
         self._handles: list[RemovableHandle | HookFreeScripting] = []
         self._saved_gradients = SavedGradients()
         self._device: Device = Host()  # until the worker joins a job; alone, it copies nothing
@@ -211,6 +220,16 @@ class ModelAveragingSynchronizer:
                 self._memory,
                 pseudo_gradients,
             )
+        copies = None
+        if self._topology is not None and self._encoding is not None:
+            copies = PublicCopies(
+                self._parameters,
+                self._loop.worker,
+                self._topology,
+                self._encoding,
+                self._gamma,
+                self._open_exchanges,
+            )
         self._snapshots = SnapshotAveraging(
             self._parameters,
             client,
@@ -220,6 +239,7 @@ class ModelAveragingSynchronizer:
             delay=self._delay,
             outer=self._outer,
             share=1.0 - self._mixing,
+            copies=copies,
         )
         client.on_action = self._on_action
         self._snapshots.begin_if_due()  # an averaging that has arrived before
@@ -311,7 +331,7 @@ class ModelAveragingSynchronizer:
     def abandon(self, error: Exception) -> None:
         """See `Synchronizer.abandon`."""
         assert isinstance(error, WorkerError)
-        if (exchange := self._exchange) is not None:
+        for exchange in self._exchanges:
             exchange.abandon(error)
 
     # A step ----------------------------------------------------------------------------------------------
@@ -480,7 +500,7 @@ class ModelAveragingSynchronizer:
             self._outer.take_anchor(self._parameters.outputs)
         for one in flats:
             one.unpack()
-        self._exchange = None
+        self._exchanges = ()
 
     def _copy_state(self, averaging: AverageModels, workers: Sequence[int]) -> None:
         """Copy the state of the first of these workers to the others."""
@@ -496,28 +516,36 @@ class ModelAveragingSynchronizer:
         if not self._has_position:
             self._loop.restore_position(place)
             self._has_position = True
-        self._exchange = None
+        self._exchanges = ()
 
     def _open_exchange(self, workers: Sequence[int]) -> Exchange:
         """Open an exchange over some workers; it fails at once if the averaging is cancelled already."""
+        (exchange,) = self._open_exchanges([workers])
+        return exchange
+
+    def _open_exchanges(self, groups: Sequence[Sequence[int]]) -> Sequence[Exchange]:
+        """Open an exchange over each of several groups of workers; see `_open_exchange`."""
         client = self._client
         assert client is not None
-        names = [client.link_name(worker) for worker in workers]
         assert self._protocol.averaging is not None
-        exchange = LinkExchange(
-            client.endpoint,
-            names,
-            workers.index(self._loop.worker),
-            ids_below=self._protocol.averaging.exchange_id + EXCHANGE_IDS,
-        )
-        self._exchange = exchange
+        ids_below = self._protocol.averaging.exchange_id + EXCHANGE_IDS
+        self._exchanges = exchanges = [
+            LinkExchange(
+                client.endpoint,
+                [client.link_name(worker) for worker in workers],
+                workers.index(self._loop.worker),
+                ids_below=ids_below,
+            )
+            for workers in groups
+        ]
         with client.lock:
             is_cancelled = self._protocol.is_cancelled
-        if client.failure is not None:
-            exchange.abandon(client.failure)
-        elif is_cancelled:
-            exchange.abandon(AveragingCancelledError())
-        return exchange
+        for exchange in exchanges:
+            if client.failure is not None:
+                exchange.abandon(client.failure)
+            elif is_cancelled:
+                exchange.abandon(AveragingCancelledError())
+        return exchanges
 
     def _on_action(self, action: Action) -> None:
         """Begin an averaging of snapshots, or fail one that is cancelled; called in the I/O thread."""

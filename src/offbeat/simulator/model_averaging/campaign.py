@@ -13,6 +13,7 @@ from offbeat.policies.membership.assembly import Assembly
 from offbeat.policies.model_averaging.averaging import ModelAveraging
 from offbeat.policies.model_averaging.group_generator import GROUP_MODES
 from offbeat.policies.model_averaging.local_steps import LocalSteps
+from offbeat.policies.model_averaging.neighbour_gossip import NeighbourGossip
 from offbeat.policies.model_averaging.neighbour_pairs import TOPOLOGIES
 from offbeat.policies.model_averaging.pair_averaging import PairAveraging
 from offbeat.policies.model_averaging.partial_reduce import PartialReduce
@@ -99,6 +100,18 @@ def draw_case(seed: int) -> ModelFaultCase:
     )
 
 
+def draw_gossip_case(seed: int) -> ModelFaultCase:
+    """Draw a cluster in which workers gossip: that of `draw_case`, with this policy."""
+    case, chance = draw_case(seed), random.Random(f"gossip {seed}")
+    kept = ("timeout_s", "overlap", "detector")
+    arguments = {name: case.arguments[name] for name in kept} | {
+        "every": chance.choice([1, 1, 2, 5]),
+        "by_pace": chance.random() < 0.7,
+        "global_every": chance.choice(["epoch", None]),
+    }
+    return replace(case, policy=NeighbourGossip, arguments=arguments)
+
+
 def _draw_policy(chance: random.Random, seed: int) -> tuple[type[ModelAveraging], dict[str, Any]]:
     """Draw a policy and the arguments that only it has."""
     policy: type[ModelAveraging] = chance.choice([PartialReduce, PairAveraging, PragueAveraging, LocalSteps])
@@ -137,18 +150,20 @@ def run_case(
     seed: int,
     build: Callable[[ModelFaultCase], list[Policy]] = ModelFaultCase.build_policies,
     make_cluster: type[SimulatedModelCluster] = SimulatedModelCluster,
+    draw: Callable[[int], ModelFaultCase] = draw_case,
 ) -> SimulatedModelCluster:
     """Run the case of a seed.
 
     Args:
-        seed: of `draw_case`.
+        seed: of `draw`.
         build: builds the policies of a case.
         make_cluster: the simulation.
+        draw: draws the case.
 
     Raises:
         ViolationError: an invariant was violated; the text names the seed and the case.
     """
-    case = draw_case(seed)
+    case = draw(seed)
     cluster = make_cluster(
         case.setting,
         lambda: build(case),
@@ -157,6 +172,7 @@ def run_case(
         fragments=max(1, case.arguments.get("fragments", 0)),
         delay=case.arguments.get("delay"),
         outer_optimizer=OuterOptimizer(momentum_every=1 + seed % 3),
+        topology=TOPOLOGIES[seed % len(TOPOLOGIES)] if case.policy is NeighbourGossip else None,
     )
     try:
         cluster.run()

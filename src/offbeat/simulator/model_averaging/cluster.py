@@ -21,6 +21,7 @@ from offbeat.events import (
 )
 from offbeat.numerics.outer_optimizer import OuterOptimizer
 from offbeat.policies import Policy
+from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.simulator.core.times import ComputeTimeSource
 from offbeat.simulator.model_averaging.sample_uses import SampleUses
 from offbeat.simulator.model_averaging.worker import AveragingWorker, SimulatedAveraging
@@ -36,14 +37,15 @@ class SimulatedModelCluster(SimulatedCluster):
     Checked invariants: a worker is in at most one averaging until it has reported the end, and the ids of its
     averagings ascend; members are present, and weights sum to 1 over those with a model; a worker that joins
     has no model, and all others have one; each sample is used once, by a step that was reported; the job is
-    stopped only where no worker has a model; and it ends with equal models of all workers.
+    stopped only where no worker has a model; and it ends with equal models of all workers. In compressed
+    gossip, workers know each other's public copies in each round that continues another.
 
     Args:
         setting: parameters of the run, with samples.
         policies: builds the coordinator's policies; called again for each restarted coordinator.
         overlap: workers train on while their models are averaged.
         has_epoch_means: all models are averaged at the end of each epoch.
-        fragments, delay, outer_optimizer, mixing: see `ModelSimulation`.
+        fragments, delay, outer_optimizer, mixing, topology: see `ModelSimulation`.
         problem: the training problem, whose states are `MomentumState`s.
 
     Attributes:
@@ -61,11 +63,12 @@ class SimulatedModelCluster(SimulatedCluster):
         delay: int | None = None,
         outer_optimizer: OuterOptimizer | None = None,
         mixing: float = 0.0,
+        topology: Topology | None = None,
         problem: TrainingProblem | None = None,
     ) -> None:
         super().__init__(setting, policies, one_by_one=True)
         self.overlap, self.has_epoch_means = overlap, has_epoch_means
-        self.fragments, self.delay, self.mixing = fragments, delay, mixing
+        self.fragments, self.delay, self.mixing, self.topology = fragments, delay, mixing, topology
         self.outer_optimizer = outer_optimizer or OuterOptimizer()
         self.problem = problem or QuadraticProblem(setting.seed)
         self.averagings: list[tuple[int, ...]] = []
@@ -162,7 +165,7 @@ class SimulatedModelCluster(SimulatedCluster):
     def _check_stop(self, stop: AbortJob) -> None:
         for worker in sorted(self.coordinator.joined):
             simulated = cast(AveragingWorker, self._workers[worker])
-            if simulated.is_alive and simulated.model is not None:
+            if simulated.is_alive and not simulated.is_leaving and simulated.model is not None:
                 self.fail_invariant(f"the job was stopped though worker {worker} has a model: {stop.reason}")
 
     def _check_end(self) -> None:

@@ -24,9 +24,11 @@ from offbeat.events import (
     RejectPeer,
 )
 from offbeat.numerics.outer_optimizer import OuterOptimizer
+from offbeat.policies.model_averaging.neighbour_pairs import Topology
 from offbeat.policies.model_averaging.protocol import ModelAveragingProtocol
 from offbeat.policies.model_averaging.weights import mean_share
 from offbeat.simulator.core.times import ComputeTimeSource
+from offbeat.simulator.model_averaging.gossip import SimulatedCopies
 from offbeat.simulator.training.exchange import BlockableExchange
 from offbeat.simulator.training.interface import Simulation
 from offbeat.simulator.training.replicas import MomentumState
@@ -56,6 +58,7 @@ class ModelSimulation(Simulation, Protocol):
         delay: with `overlap`, steps from a snapshot until a worker takes the mean; None for when it is there.
         outer_optimizer: of workers that make local steps.
         mixing: the share of its own model that a worker keeps.
+        topology: in compressed gossip, which workers are neighbours; None where groups average.
     """
 
     overlap: bool
@@ -64,6 +67,7 @@ class ModelSimulation(Simulation, Protocol):
     delay: int | None
     outer_optimizer: OuterOptimizer
     mixing: float
+    topology: Topology | None
 
     def enter_averaging(self, worker: AveragingWorker, averaging: AverageModels) -> None:
         """Enter a worker into an averaging."""
@@ -76,6 +80,7 @@ class AveragingWorker(SimulatedWorker):
         model: its state, None before it has received one; the velocity stays its own.
         snapshot: with overlap, its parameters at the end of the last step that ended in no averaging; None
             before the first.
+        copies: in compressed gossip, its public copies.
     """
 
     cluster: ModelSimulation
@@ -99,6 +104,7 @@ class AveragingWorker(SimulatedWorker):
         # With overlap, the averaging that has ended, until its mean is added at the end of the step:
         self._ended: SimulatedAveraging | None = None
         self._has_given_up = False
+        self.copies = None if cluster.topology is None else SimulatedCopies(worker, cluster.topology)
         self.outer_state: list[Any] = []  # anchor and buffers of the outer optimizer
         self.model: MomentumState | None = None if is_new or worker else cluster.problem.initial_state()
         if self.model is not None:
@@ -231,6 +237,10 @@ class AveragingWorker(SimulatedWorker):
     def _add_difference(self, averaging: SimulatedAveraging) -> None:
         """Add the worker's share of what an averaging has yielded, less the snapshot in it, to the model."""
         assert self.model is not None
+        if self.copies is not None and averaging.codes and self.worker in averaging.codes:
+            moved = self.model.parameters + self.copies.renew(averaging.averaging, averaging.codes)
+            self.model = MomentumState(moved, self.model.velocity)
+            return
         parameters, new, before, part = self.model.parameters, averaging.mean, self.snapshot, None
         step = averaging.averaging.outer_step
         if step is not None and self.worker in averaging.averaging.group:
@@ -374,6 +384,7 @@ class SimulatedAveraging(BlockableExchange):
         donor_model: the state that joining members receive.
         epoch: of the worker that sends it.
         donor_outer_state: anchor and buffers before the outer step, for members that are behind.
+        codes: in a round of compressed gossip, what each worker of the group has sent.
     """
 
     def __init__(self, cluster: Simulation, averaging: AverageModels) -> None:
@@ -383,6 +394,7 @@ class SimulatedAveraging(BlockableExchange):
         self.donor_model: MomentumState | None = None
         self.epoch = 0
         self.donor_outer_state: list[Any] = []
+        self.codes: dict[int, Any] = {}
         self._anchor: Any = None  # the part of it that a member has stepped
 
     def check_anchor(self, worker: SimulatedWorker, anchor: Any) -> None:
@@ -418,8 +430,29 @@ class SimulatedAveraging(BlockableExchange):
         if (step := self.averaging.outer_step) is not None:
             donor = next(worker for worker in group if worker.worker not in step.behind)
             self.donor_outer_state = [flat.copy() for flat in donor.outer_state]
+        if len(group) > 1 and not self.averaging.includes_buffers:
+            self._encode({worker.worker: worker for worker in group})
         self.donor_model, self.epoch = group[0].model, group[0].sample_loop.epoch
         self.draw_ends()
+
+    def _encode(self, group: dict[int, AveragingWorker]) -> None:
+        """In compressed gossip, note what each worker sends; check its public copies."""
+        copies = {number: worker.copies for number, worker in group.items() if worker.copies is not None}
+        if self.averaging.continues:
+            self._check_copies(copies)
+        for number, own in copies.items():
+            self.codes[number] = own.code(self.averaging, group[number].contribution)
+
+    def _check_copies(self, copies: dict[int, SimulatedCopies]) -> None:
+        named = f"gossip {self.exchange_id}"
+        rounds = {own.round_id for own in copies.values()}
+        if len(rounds) > 1:
+            self._cluster.fail_invariant(f"{named} continues different rounds: {sorted(map(str, rounds))}")
+        for number, own in copies.items():
+            weights = own.weights(self.averaging)
+            known = sum([weight * copies[worker].copy for worker, weight in weights.items()])
+            if np.abs(known - own.weighted_sum).max() > 1e-9:
+                self._cluster.fail_invariant(f"{named}: worker {number} has other copies than its neighbours")
 
     def deliver(self, worker: SimulatedWorker) -> None:
         """See `BlockableExchange.deliver`."""
