@@ -38,7 +38,7 @@ prime_msgspec_types(*_KINDS)
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Parse a strategy from its form on the command line, such as `ssp:s=2`.
+    """Parse a strategy from its form on the command line, such as `ssp:s=2`; `null` is None.
 
     Raises:
         ValueError: the text is not a strategy; one line with what was expected and what was given.
@@ -48,7 +48,7 @@ def parse_strategy(text: str) -> Strategy:
     if kind is None:
         raise ValueError(f"unknown strategy {name!r}: expected one of {', '.join(sorted(STRATEGIES))}")
     known = [field.name for field in fields(kind)]
-    arguments: dict[str, str] = {}
+    arguments: dict[str, str | None] = {}
     for part in rest.split(",") if colon else []:
         key, equals, value = part.partition("=")
         if not equals or not key or not value:
@@ -57,7 +57,7 @@ def parse_strategy(text: str) -> Strategy:
             raise ValueError(f"strategy {name!r} has no {key!r}: expected one of {', '.join(known)}")
         if key in arguments:
             raise ValueError(f"strategy {text!r}: {key} is given twice")
-        arguments[key] = value
+        arguments[key] = None if value == "null" else value
     try:
         strategy: Strategy = msgspec.convert(arguments, kind, strict=False)
     except msgspec.ValidationError as error:
