@@ -8,7 +8,15 @@ from offbeat.cli.main import main
 
 
 @pytest.mark.parametrize(
-    "strategy", ["preduce:P=2", "adpsgd", "prague:size=2", "localsgd:every=8", "diloco:every=8,mixing=0.25"]
+    "strategy",
+    [
+        "preduce:P=2",
+        "adpsgd",
+        "prague:size=2",
+        "localsgd:every=8",
+        "diloco:every=8,mixing=0.25",
+        "choco:every=4",
+    ],
 )
 def test_a_slow_worker_makes_fewer_steps_and_all_samples_are_used(strategy, tmp_path):
     path = tmp_path / "result.json"
