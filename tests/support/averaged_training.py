@@ -99,7 +99,10 @@ def train(
                     generator = torch.Generator().manual_seed(worker)
                     parameter.add_(torch.randn(parameter.shape, generator=generator))
         (folder / f"start-{worker}").write_text(json.dumps(vector(parameters)))
-        with (folder / f"updates-{worker}").open("w") as updates:
+        with (
+            (folder / f"updates-{worker}").open("w") as updates,
+            (folder / f"models-{worker}").open("w") as models,
+        ):
             for _ in session.epochs(epochs):
                 for inputs, labels in session.batches(dataset(samples), BATCH):
                     before_step(session, steps)
@@ -108,13 +111,16 @@ def train(
                     print(json.dumps(vector([_update(optimizer, one) for one in parameters])), file=updates)
                     updates.flush()
                     optimizer.step()
+                    print(json.dumps(vector(parameters)), file=models, flush=True)
                     steps, used = steps + 1, used + len(labels)
             after_loop()
     return worker, vector(parameters), used
 
 
-def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
-    """The final models of all workers, from the run log and what they have written."""
+def check_models(
+    log: Path, folder: Path, strategy: Averaging, results: Sequence[tuple[int, list[float], int]]
+) -> None:
+    """Checks the workers' models after each step and at the end: those of the log and of their updates."""
     starts = {worker: vectors[0] for worker, vectors in _written(folder, "start").items()}
     steps_of_lost = {
         (exchange_id, worker): steps
@@ -124,7 +130,14 @@ def replayed(log: Path, folder: Path, strategy: Averaging) -> dict[int, Any]:
     updates = _written(folder, "updates")
     entries = read_log(log).entries
     shapes = [parameter.shape for parameter in network().parameters()]
-    return ModelReplay(entries, starts, updates, steps_of_lost, strategy, shapes).models
+    replay = ModelReplay(entries, starts, updates, steps_of_lost, strategy, shapes)
+    for worker, final, _ in results:
+        np.testing.assert_allclose(final, replay.models[worker], rtol=0, atol=1e-12)
+    for worker, models in _written(folder, "models").items():
+        for step, model in enumerate(models):
+            expected = replay.after_step.get((worker, step), [model])  # its report may have been lost with it
+            distance = min(np.abs(model - one).max() for one in expected)
+            assert distance < 1e-12, f"worker {worker} differs by {distance:g} after step {step}"
 
 
 def _written(folder: Path, name: str) -> dict[int, list[Any]]:
@@ -148,10 +161,9 @@ def check_run(
     record = read_log(log)
     difference = replay(record)
     assert difference is None, str(difference)
-    models = replayed(log, folder, strategy)
-    for worker, final, _ in results:
+    check_models(log, folder, strategy, results)
+    for _, final, _ in results:
         assert final == results[0][1]
-        np.testing.assert_allclose(final, models[worker], rtol=0, atol=1e-12)
     uses = uses_of(record.entries)
     for worker, _, used in results:
         assert used == len(uses.get(worker, ()))

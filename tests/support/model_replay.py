@@ -67,6 +67,8 @@ class ModelReplay:
 
     Attributes:
         models: by worker, its model at the end.
+        after_step: by worker and step, its model after it has reported the step, and after each averaging
+            that it has reported before the next one: it may have waited for that.
     """
 
     def __init__(
@@ -80,6 +82,8 @@ class ModelReplay:
     ) -> None:
         self._starts, self._updates, self._optimizer = starts, updates, OuterOptimizer()
         self.models: dict[int, Any] = {}
+        self.after_step: dict[tuple[int, int], list[Any]] = {}
+        self._step_of: dict[int, int] = {}  # by worker, the last that it has reported
         self._outer: dict[int, list[Any]] = {}  # by worker, anchor and buffers
         self._outer_before: dict[int, list[Any]] = {}  # by exchange, those of members that are not behind
         self._begin(0, starts[0])
@@ -113,7 +117,12 @@ class ModelReplay:
         """Replay what can be replayed of a worker's events; return whether anything was."""
         events, has_advanced = self._events[worker], False
         while events and self._replay(worker, events[0]):
-            events.pop(0)
+            event = events.pop(0)
+            if isinstance(event, Ready):
+                self._step_of[worker] = event.step
+            if worker in self._step_of:
+                states = self.after_step.setdefault((worker, self._step_of[worker]), [])
+                states.append(self.models[worker])
             has_advanced = True
         return has_advanced
 

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.events import AverageModels
 from offbeat.strategies import Choco, parse_strategy
-from support.averaged_training import replayed, train
+from support.averaged_training import check_models, train
 from support.processes import run, values
 from support.run_logs import entries_of
 
@@ -26,9 +26,7 @@ def run_in_step(folder, strategy, rate):
     strategy = replace(strategy, shards="equal", overlap=False, global_every=None)
     env = {"OFFBEAT_RUN_LOG": str(folder / "log")}
     results = values(run(gossips, WORKERS, strategy, folder, rate, env=env))
-    models = replayed(folder / "log", folder, strategy)
-    for worker, final, _ in results:
-        np.testing.assert_allclose(final, models[worker], rtol=0, atol=1e-12)
+    check_models(folder / "log", folder, strategy, results)
     averagings = entries_of(folder / "log", AverageModels)
     continued = [one.continues for one in averagings if len(one.group) > 1 and not one.includes_buffers]
     assert len(continued) > 5
