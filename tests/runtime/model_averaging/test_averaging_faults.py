@@ -23,7 +23,9 @@ from support.processes import values
 from support.run_logs import entries_of, wait_for_entry, wait_until
 
 CHOCO = Choco(compress="topk:0.3", gamma=0.4)
-OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3), LocalSGD(every=2), DiLoCo(every=2), CHOCO]
+# A quorum of all: else a round closes without the victim where it is late by chance.
+LOCAL = {"every": 2, "quorum": 3}
+OVERLAPPED = [PReduce(P=3), ADPSGD(), Prague(size=3), LocalSGD(**LOCAL), DiLoCo(**LOCAL), CHOCO]
 WAITING = [replace(strategy, overlap=False) for strategy in OVERLAPPED]
 
 # With overlap no worker waits for a group. Without it none has a mean that it has not added, and two of three
