@@ -307,11 +307,6 @@ class DiLoCo(LocalSGD):
                 f"expected mixing 0 with compress={self.compress}, got {self.mixing}: a worker would keep a "
                 "part of what it did not send in its model, and send it later as well"
             )
-        if self.compress is not None and self.delay is not None and self.shards == "dynamic":
-            raise ValueError(
-                "expected shards=equal with compress and delay: a worker that waits for samples does not "
-                "carry on the averaging that others wait for"
-            )
         self._outer_optimizer()
         super().__post_init__()
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat.events import AverageModels, CancelAveraging
+from offbeat.events import AssignBlocks, AverageModels, CancelAveraging, ModelsAveraged, SamplesRequested
 from offbeat.numerics.compressors.topk import TopKCompressor
 from offbeat.strategies import DiLoCo, LocalSGD, parse_strategy
 from support.equal_batches import batches_in_step
 from support.jobs import job
 from support.processes import run, values
-from support.run_logs import entries_of
+from support.run_logs import entries_of, wait_until
 
 SAMPLES, BATCH, EPOCHS, WORKERS = 90, 5, 3, 2
 IN_STEP = {"by_pace": False, "shards": "equal", "quorum": WORKERS, "global_every": None}
@@ -137,8 +137,9 @@ def test_a_training_that_resumes_with_each_workers_residual_equals_one_without_i
         DiLoCo(every=4, compress="powersgd:1"),
         DiLoCo(every=4, compress="chunks:0.1"),
         DiLoCo(every=6, compress="bf16", mixing=0.25),
+        DiLoCo(every=4, compress="topk:0.1", delay=2),
     ],
-    ids=lambda one: one.compress,
+    ids=lambda one: f"{one.compress} {one.delay}",
 )
 def test_workers_by_pace_use_each_sample_once_and_end_with_one_model(strategy):
     results = values(run(train, 4, strategy, env={"OFFBEAT_SLOW": "1:6"}))
@@ -177,12 +178,62 @@ def test_a_worker_that_is_killed_in_a_round_does_not_stop_the_others(tmp_path, d
     assert any(one.exchange_id > max(cancelled) and len(one.group) == 3 for one in rounds)
 
 
+def steps_by_gates(rank, emit, strategy, log):
+    """Worker 1 is ready and has no samples, worker 0 waits for the round, worker 2 holds the last block."""
+
+    def count(worker, kind):
+        return sum(one.worker == worker for one in entries_of(log, kind))
+
+    def blocks_of(worker):
+        return sum(len(one.blocks) for one in entries_of(log, AssignBlocks) if one.worker == worker)
+
+    gates = {
+        (2, 0): lambda: any(one.worker == 0 and one.exchange_id in rounds_of(log) for one in ends_of(log)),
+        (1, 0): lambda: blocks_of(0) == 2,
+        (0, 0): lambda: blocks_of(1) == blocks_of(2) == 1,
+        (0, 1): lambda: count(1, SamplesRequested) == 2,
+    }
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    samples = TensorDataset(*(one[: 4 * BATCH] for one in data().tensors))
+    steps = 0
+    with offbeat.join(model, optimizer, strategy) as session:
+        for _ in session.epochs(1):
+            for _, inputs, labels in session.batches(samples, BATCH):
+                if (rank, steps) in gates:
+                    wait_until(gates[rank, steps], f"what step {steps} of worker {rank} waits for")
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                steps += 1
+    return [parameter.tolist() for parameter in model.parameters()], steps
+
+
+def rounds_of(log):
+    """The exchange ids of the rounds."""
+    return [one.exchange_id for one in entries_of(log, AverageModels) if one.outer_step is not None]
+
+
+def ends_of(log):
+    return entries_of(log, ModelsAveraged)
+
+
+def test_a_worker_that_waits_for_samples_takes_part_in_the_round_that_others_wait_for(tmp_path):
+    log = tmp_path / "log"
+    options = {**IN_STEP, "shards": "dynamic", "grace": 0.0, "timeout_s": 30.0}
+    strategy = DiLoCo(every=2, compress="topk:0.2", delay=1, **options)
+    results = values(run(steps_by_gates, 3, strategy, log, env={"OFFBEAT_RUN_LOG": str(log)}))
+    assert all(model == results[0][0] for model, _ in results)
+    assert [steps for _, steps in results] == [2, 1, 1]
+    first = rounds_of(log)[0]
+    assert {one.worker for one in ends_of(log) if one.exchange_id == first and one.has_mean} == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"compress": "topk:2"}, "expected a ratio of more than 0 and at most 1, got 2.0"),
         ({"compress": "gzip"}, "expected compress to be"),
-        ({"compress": "bf16", "every": 8, "delay": 2}, "expected shards=equal with compress and delay"),
         ({"compress": "dgc:0.1"}, "expected compress without momentum correction, got 'dgc:0.1'"),
         ({"compress": "topk:0.1", "mixing": 0.5}, "expected mixing 0 with compress=topk:0.1, got 0.5"),
         ({"residual_decay": 1.5}, "expected residual_decay from 0 to 1, got 1.5"),

@@ -51,6 +51,8 @@ class LinkExchange:
         position: this worker's index in `names`.
         ids_below: its exchange ids are lower than this. Where it is abandoned, what arrives for such ids is
             dropped, even if this worker has begun no exchange; 0 if they are not known yet.
+        on_end: called after the end of each exchange, whose `ended_s` is set; in the I/O thread, or the one
+            that abandons the exchange or begins it when it is abandoned.
 
     Attributes:
         size, position: see `Exchange`.
@@ -59,9 +61,15 @@ class LinkExchange:
     device = torch.device("cpu")
 
     def __init__(
-        self, endpoint: Endpoint, names: Sequence[str], position: int, *, ids_below: int = 0
+        self,
+        endpoint: Endpoint,
+        names: Sequence[str],
+        position: int,
+        *,
+        ids_below: int = 0,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self._on_end = endpoint, on_end
         self._names = tuple(names)
         self.size = len(self._names)
         self.position = position
@@ -228,6 +236,8 @@ class LinkExchange:
     def _discard(self, pending: _LinkPending) -> None:
         with self._lock:
             self._pending.discard(pending)
+        if self._on_end is not None:
+            self._on_end()
 
 
 class _LinkPending:

@@ -116,6 +116,8 @@ class CoordinatorClient:
         is_job_complete: all workers have finished.
         on_action: called, in the I/O thread, with every action that `protocol` has applied.
         on_validation_action: called, in the I/O thread, with every action about validations.
+        find_due_work: called, under `lock`, by a thread in `wait_for`; returns what that thread has to do
+            before it waits on, without the lock, or None. What makes work due calls `wake` afterwards.
         validation_results: by epoch, the result of its validation, None while that is under way.
         failure: why the job has failed; None while it has not.
         is_failure_reported: the coordinator has reported the failure itself, or is gone.
@@ -142,6 +144,7 @@ class CoordinatorClient:
         self.on_validation_action: Callable[
             [SendSnapshot | EvaluatePart | MergeStates | ValidationFinished], None
         ] = _do_nothing
+        self.find_due_work: Callable[[], Callable[[], object] | None] = _do_nothing
         self.validation_results: dict[int, ValidationFinished | None] = {}
         self._survives = survives_worker_loss
         self._is_closing = False
@@ -320,8 +323,13 @@ class CoordinatorClient:
         """Whether the job's failure has been raised in the program already."""
         return self.failure is not None and self.failure.__traceback__ is not None
 
+    def wake(self) -> None:
+        """Have threads in `wait_for` look at their conditions, and for work that is due."""
+        with self._changed:
+            self._changed.notify_all()
+
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Wait until actions received make the condition true.
+        """Wait until actions received make the condition true; do meanwhile what `find_due_work` returns.
 
         Args:
             condition: evaluated under `lock`.
@@ -332,15 +340,24 @@ class CoordinatorClient:
             WorkerError: the job failed, or the wait took longer than `timeout_s` seconds.
         """
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        timeout_error = f"worker {self.worker}: timed out after {timeout_s or 0:g} s waiting for {what}"
+        while (due_work := self._wait_for_due_work(condition, limit_s, timeout_error)) is not None:
+            due_work()
+
+    def _wait_for_due_work(
+        self, condition: Callable[[], bool], limit_s: float | None, timeout_error: str
+    ) -> Callable[[], object] | None:
+        """Wait until work is due, and return it; None once the condition is true."""
         with self._changed:
             while not condition():
                 self.raise_if_failed()
+                if (due_work := self.find_due_work()) is not None:
+                    return due_work
                 left_s = None if limit_s is None else limit_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise WorkerError(
-                        f"worker {self.worker}: timed out after {timeout_s:g} s waiting for {what}"
-                    )
+                    raise WorkerError(timeout_error)
                 self._changed.wait(left_s)
+        return None
 
     def _on_message(self, peer: str, payload: bytes) -> None:
         if peer != COORDINATOR:

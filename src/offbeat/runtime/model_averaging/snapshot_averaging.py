@@ -10,14 +10,16 @@ With a `delay` the mean is added so many steps after the snapshot was taken, and
 
 With an outer optimizer, what that makes of the mean takes the mean's place (see `OuterState`). Where it takes
 a compressed sum, the loop begins the exchange instead of the links' thread, and each later request of the
-compressor: at the end of the first step after the averaging, or the exchange before, is there, or when it
-waits. So such an averaging goes on only as the loops of its members do, and takes a few steps of the slowest.
+compressor: at the end of the first step after the averaging, or the exchange before, is there. A loop that
+waits for this averaging, or for the coordinator (for another averaging, for samples), does so at once, as
+work that `CoordinatorClient.wait_for` finds due. So such an averaging takes a few steps of its slowest
+member, and none of one that waits.
 
 In compressed gossip a worker exchanges with its neighbours of the group alone, and no mean is made (see
 `PublicCopies`).
 
-Threads. The loop calls `end_step` and `wait`, the links' thread `on_averaging`. The lock of the client guards
-what they share. Nothing here decides which workers average.
+Threads. The loop calls `end_step`, `wait` and `find_due_work`, the links' thread `on_averaging`. The lock of
+the client guards what they share. Nothing here decides which workers average.
 """
 
 from __future__ import annotations
@@ -104,20 +106,26 @@ class SnapshotAveraging:
     def begin_if_due(self) -> None:
         """Begin to exchange the snapshot if an averaging of snapshots has arrived."""
         with self._client.lock:
-            averaging = self._protocol.averaging
-            if (
-                averaging is None
-                or self._begun is not None
-                or averaging.exchange_id <= self._last_id  # begun before, and about to be reported
-                or self._is_taking_snapshot
-                or not self.is_of_snapshots(averaging)
-            ):
+            averaging = self._averaging_to_begin()
+            if averaging is None:
                 return
             self._begun, self._last_id = averaging, averaging.exchange_id
         pending = self._begin(averaging)
         with self._client.lock:
             self._pending = pending
             self._client.lock.notify_all()
+
+    def _averaging_to_begin(self) -> AverageModels | None:
+        averaging = self._protocol.averaging
+        if (
+            averaging is None
+            or self._begun is not None
+            or averaging.exchange_id <= self._last_id  # begun before, and about to be reported
+            or self._is_taking_snapshot
+            or not self.is_of_snapshots(averaging)
+        ):
+            return None
+        return averaging
 
     def _begin(self, averaging: AverageModels) -> list[PendingExchange]:
         group, worker = averaging.group, self._client.worker
@@ -156,8 +164,7 @@ class SnapshotAveraging:
         """
         ended = None
         if self._is_compressed:
-            self.begin_if_due()
-            self._advance_sums()
+            self._carry_on()
         if self._has_mean_to_add():
             has_mean = self.wait(COORDINATOR_MARGIN_S)  # so that what ends the exchanges may return
             with self._client.lock:
@@ -175,11 +182,23 @@ class SnapshotAveraging:
             self.begin_if_due()
         return ended
 
-    def _advance_sums(self) -> None:
-        """Begin the requests of compressors that are due."""
-        for one in self._pending or ():
-            if isinstance(one, CompressedSum):
-                one.advance_if_ended(COORDINATOR_MARGIN_S)
+    def find_due_work(self) -> Callable[[], None] | None:
+        """Return what carries a compressed averaging on, None if nothing is due; called under the lock."""
+        if not self._is_compressed:
+            return None
+        is_due = self._averaging_to_begin() is not None or any(
+            one.can_advance and one.ended_s is None for one in self._compressed_sums()
+        )
+        return self._carry_on if is_due else None
+
+    def _carry_on(self) -> None:
+        """Begin a compressed averaging that is due, and the requests of compressors that are."""
+        self.begin_if_due()
+        for one in self._compressed_sums():
+            one.advance_if_ended(COORDINATOR_MARGIN_S)
+
+    def _compressed_sums(self) -> list[CompressedSum]:
+        return [one for one in self._pending or () if isinstance(one, CompressedSum)]
 
     def _has_mean_to_add(self) -> bool:
         """Whether an averaging during which the worker trains on has ended, without a fixed delay."""

@@ -20,7 +20,7 @@ one that is cancelled. All else happens in the worker's thread. Nothing here dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
@@ -241,7 +241,7 @@ class ModelAveragingSynchronizer:
             share=1.0 - self._mixing,
             copies=copies,
         )
-        client.on_action = self._on_action
+        client.on_action, client.find_due_work = self._on_action, self._find_due_work
         self._snapshots.begin_if_due()  # an averaging that has arrived before
         while self._average("the state of the other workers") is None:
             pass
@@ -535,6 +535,7 @@ class ModelAveragingSynchronizer:
                 [client.link_name(worker) for worker in workers],
                 workers.index(self._loop.worker),
                 ids_below=ids_below,
+                on_end=client.wake,
             )
             for workers in groups
         ]
@@ -546,6 +547,10 @@ class ModelAveragingSynchronizer:
             elif is_cancelled:
                 exchange.abandon(AveragingCancelledError())
         return exchanges
+
+    def _find_due_work(self) -> Callable[[], None] | None:
+        """See `CoordinatorClient.find_due_work`."""
+        return None if self._snapshots is None else self._snapshots.find_due_work()
 
     def _on_action(self, action: Action) -> None:
         """Begin an averaging of snapshots, or fail one that is cancelled; called in the I/O thread."""
