@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from offbeat.errors import OffbeatError
 from offbeat.numerics.compressors.interface import keeps_residual
 from offbeat.numerics.compressors.registry import parse_encoding
 from offbeat.numerics.gossip import mixing_weights
@@ -373,7 +374,7 @@ class Choco(AveragesModels):
 
     A round is of all workers, and begins when the slowest one is ready; with `overlap` the others train on
     until then. In the first round, and in that after an epoch or the loss or arrival of a worker, whole
-    models are sent.
+    models are sent. It needs a model on the CPU.
 
     All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
     lost workers.
@@ -386,7 +387,7 @@ class Choco(AveragesModels):
     Args:
         topology: "ring", "exponential" or "complete": which workers are neighbours.
         compress: "topk:RATIO", "randomk:RATIO", "sign" or "qsgd:LEVELS", see `AllReduce`; None sends whole
-            models. It needs a model on the CPU.
+            models.
         gamma: the consensus step, more than 0 and at most 1: how much of what a worker's public copy differs
             from the weighted mean of its neighbours' and its own is added to its model in a round. "adaptive"
             measures how much compression leaves out (see `offbeat.numerics.gossip.AdaptiveStep`); "theory" is
@@ -422,9 +423,13 @@ class Choco(AveragesModels):
         """See `Strategy.make_synchronizer`.
 
         Raises:
-            OffbeatError: `compress` with a model on an accelerator.
+            OffbeatError: a model on an accelerator.
         """
-        check_compresses(self.compress, trained)
+        if trained.device.type != "cpu":
+            raise OffbeatError(
+                f"expected a model on the CPU under choco, got one on {trained.device}: take adpsgd, which "
+                "sends whole models"
+            )
         return super().make_synchronizer(loop, trained)
 
     def _compression_arguments(self) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels
 from offbeat.strategies import Choco, parse_strategy
 from support.averaged_training import check_models, train
@@ -63,3 +66,9 @@ def test_options_out_of_range_are_refused(text, expected):
 def test_on_the_command_line_null_sends_whole_models():
     assert parse_strategy("choco:compress=null,gamma=0.5") == Choco(compress=None, gamma=0.5)
     assert parse_strategy("choco:gamma=theory") == Choco(gamma="theory")
+
+
+def test_a_model_on_an_accelerator_is_refused():
+    trained = SimpleNamespace(device=torch.device("cuda:1"))
+    with pytest.raises(OffbeatError, match="a model on the CPU under choco, got one on cuda:1"):
+        Choco(compress=None).make_synchronizer(None, trained)
