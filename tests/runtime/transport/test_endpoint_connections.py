@@ -80,7 +80,7 @@ def test_the_larger_names_dial_waits_and_is_accepted_when_the_smaller_names_dial
     node: Callable[..., Node],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unread:  # the kernel accepts, and no answer is sent
-        a = node("a", connect_s=3.0)
+        a = node("a", connect_s=10.0)  # z dials meanwhile, also on a busy machine
         a.links.add_peer("z", [f"tcp://127.0.0.1:{unread.getsockname()[1]}"])
         a.links.send("z", b"found you")
         unread.accept()[0].recv(1)  # a has sent its hello, so that its dial may still succeed
