@@ -160,6 +160,9 @@ def main() -> None:
     if rank == 0:
         with torch.no_grad():
             send_result(accuracy(model, TensorDataset(*test)))
+    if is_ddp(settings.method):
+        sys.stdout.flush()
+        os._exit(0)  # torch's process group may wait in its destructor for a thread that waits for this one
 
 
 def _train_epoch(
