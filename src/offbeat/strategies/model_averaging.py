@@ -369,8 +369,8 @@ class Choco(AveragesModels):
 
     A worker sends its neighbours how its model has changed since what it has sent of it before, compressed,
     and moves its model towards what it knows of theirs. What is not sent is sent later. So a round has few
-    bytes, and models come together slowly, the slower the more is left out. The mean of all models stays as
-    it is.
+    bytes, and models come together slowly, the slower the more is left out. With a fixed gamma, a round
+    that all workers end leaves the mean of all models as it is.
 
     A round is of all workers, and begins when the slowest one is ready; with `overlap` the others train on
     until then. In the first round, and in that after an epoch or the loss or arrival of a worker, whole

@@ -120,6 +120,7 @@ class PublicCopies:
     @torch.no_grad()
     def apply(self, averaging: AverageModels) -> None:
         """Renew the public copies by what the neighbours have sent, and move the parameters."""
+        self._parameters.replace_read_memory()
         snapshots, outputs = self._parameters.snapshots, self._parameters.outputs
         if not averaging.continues:
             self._copies = [PublicCopy(torch.zeros_like(snapshot)) for snapshot in snapshots]
