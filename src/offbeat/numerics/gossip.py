@@ -20,6 +20,7 @@ arbitrary communication compression".
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Final
 
 _KEPT: Final = 0.9  # of the exponential mean, in a round
@@ -61,6 +62,7 @@ def laplacian_norm(topology: str, workers: int) -> float:
     return max(1 - value for value in _eigenvalues(topology, workers))
 
 
+@lru_cache(maxsize=64)
 def consensus_step(topology: str, workers: int, omega: float) -> float:
     """Return the gamma with which gossip is proven to converge; far larger ones do so in practice.
 

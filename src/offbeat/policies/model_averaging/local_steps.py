@@ -19,7 +19,7 @@ class LocalSteps(ModelAveraging):
         world: number of workers at the start; their ids are 0 to `world` - 1.
         every, quorum, grace_s, by_pace, fragments, delay: see `LocalRounds`; a delay needs `overlap`, and is
             shorter than a round.
-        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
+        shards, overlap, global_every, detector, timeout_s, keeps_copies: see `ModelAveraging`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -40,6 +40,7 @@ class LocalSteps(ModelAveraging):
         global_every: GlobalEvery = "epoch",
         detector: Literal["on", "off"] = "on",
         timeout_s: float = 600.0,
+        keeps_copies: bool = False,
     ) -> None:
         if every < 1:
             raise ValueError(f"expected rounds of at least 1 step, got {every}")
@@ -72,4 +73,5 @@ class LocalSteps(ModelAveraging):
             detector=detector,
             timeout_s=timeout_s,
             has_delay=delay is not None,
+            keeps_copies=keeps_copies,
         )

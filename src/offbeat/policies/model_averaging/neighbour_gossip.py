@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final
 
-from offbeat.policies.model_averaging.averaging import GlobalEvery, ModelAveraging
-from offbeat.policies.model_averaging.local_rounds import LocalRounds
+from offbeat.policies.model_averaging.local_steps import LocalSteps
 
 _ALL: Final = 1 << 30  # a quorum of more workers than there are: all of them
 
 
-class NeighbourGossip(ModelAveraging):
+class NeighbourGossip(LocalSteps):
     """Lets all workers exchange with their neighbours each time that they have made `every` steps.
 
     A round is of all workers, and begins when the last one is ready; with `overlap` the others train on until
@@ -24,38 +23,13 @@ class NeighbourGossip(ModelAveraging):
     Args:
         world: number of workers at the start; their ids are 0 to `world` - 1.
         every, by_pace: see `LocalRounds`.
-        shards, overlap, global_every, detector, timeout_s: see `ModelAveraging`.
+        common: shards, overlap, global_every, detector and timeout_s, see `LocalSteps`.
 
     Raises:
         ValueError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        world: int,
-        *,
-        every: int = 1,
-        by_pace: bool = True,
-        shards: Literal["dynamic", "equal"] = "dynamic",
-        overlap: bool = False,
-        global_every: GlobalEvery = "epoch",
-        detector: Literal["on", "off"] = "on",
-        timeout_s: float = 600.0,
-    ) -> None:
-        if every < 1:
-            raise ValueError(f"expected rounds of at least 1 step, got {every}")
-        if isinstance(global_every, int):
-            raise ValueError(
-                f"expected global_every to be epoch or None, since each round is of all, got {global_every}"
-            )
-        groups = LocalRounds(every, _ALL, 0.0, by_pace=by_pace)
+    def __init__(self, world: int, *, every: int = 1, by_pace: bool = True, **common: Any) -> None:
         super().__init__(
-            world,
-            groups,
-            shards=shards,
-            overlap=overlap,
-            global_every=global_every,
-            detector=detector,
-            timeout_s=timeout_s,
-            keeps_copies=True,
+            world, every=every, quorum=_ALL, grace_s=0.0, by_pace=by_pace, keeps_copies=True, **common
         )

@@ -340,12 +340,11 @@ class CoordinatorClient:
             WorkerError: the job failed, or the wait took longer than `timeout_s` seconds.
         """
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
-        timeout_error = f"worker {self.worker}: timed out after {timeout_s or 0:g} s waiting for {what}"
-        while (due_work := self._wait_for_due_work(condition, limit_s, timeout_error)) is not None:
+        while (due_work := self._wait_for_work(condition, limit_s, timeout_s, what)) is not None:
             due_work()
 
-    def _wait_for_due_work(
-        self, condition: Callable[[], bool], limit_s: float | None, timeout_error: str
+    def _wait_for_work(
+        self, condition: Callable[[], bool], limit_s: float | None, timeout_s: float | None, what: str
     ) -> Callable[[], object] | None:
         """Wait until work is due, and return it; None once the condition is true."""
         with self._changed:
@@ -355,7 +354,9 @@ class CoordinatorClient:
                     return due_work
                 left_s = None if limit_s is None else limit_s - time.monotonic()
                 if left_s is not None and left_s <= 0:
-                    raise WorkerError(timeout_error)
+                    raise WorkerError(
+                        f"worker {self.worker}: timed out after {timeout_s:g} s waiting for {what}"
+                    )
                 self._changed.wait(left_s)
         return None
 

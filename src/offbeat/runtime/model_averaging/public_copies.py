@@ -124,13 +124,16 @@ class PublicCopies:
         snapshots, outputs = self._parameters.snapshots, self._parameters.outputs
         if not averaging.continues:
             self._copies = [PublicCopy(torch.zeros_like(snapshot)) for snapshot in snapshots]
-        sent, difference, left = self._codes if averaging.continues else snapshots, 0.0, 0.0
+        sent = self._codes if averaging.continues else snapshots
+        measures, difference, left = averaging.continues and self._gamma == "adaptive", 0.0, 0.0
         for number, copy in enumerate(self._copies):
             snapshot, decoded = snapshots[number], torch.empty_like(snapshots[number])
             self._decode(averaging, number, sent[number], decoded)
-            difference += _square(copy.difference(snapshot, outputs[number]))
+            if measures:
+                difference += _square(copy.difference(snapshot, outputs[number]))
             copy.add_own(decoded, self._own_weight)
-            left += _square(copy.difference(snapshot, outputs[number]))
+            if measures:
+                left += _square(copy.difference(snapshot, outputs[number]))
             for neighbour in self._neighbours:
                 self._decode(averaging, number, neighbour.received[number][neighbour.place], decoded)
                 copy.add_neighbour(decoded, neighbour.weight)
