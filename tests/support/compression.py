@@ -1,4 +1,4 @@
-"""Calls of compressors by several members, in one process."""
+"""Calls of compressors by several members, in one process, and vectors for them."""
 
 from typing import Any, NamedTuple
 
@@ -12,6 +12,26 @@ class Ended(NamedTuple):
 
     residual: Any
     state: Any
+
+
+def hard(kind, length, seed=0, dtype=torch.float64):
+    """A vector of a kind that is hard to compress, or a normal one."""
+    generator = torch.Generator().manual_seed(seed)
+    vector = torch.randn(length, generator=generator, dtype=dtype)
+    match kind:
+        case "zero":
+            vector.zero_()
+        case "spike":
+            vector.zero_()[length // 3] = -3.0
+        case "constant":
+            vector.fill_(0.7)
+        case "huge range":
+            vector *= 10 ** (16 * torch.rand(length, generator=generator, dtype=dtype) - 8)
+        case "denormal":
+            vector *= torch.finfo(dtype).tiny / 1000
+        case "alternating":
+            vector = torch.where(torch.arange(length) % 2 == 0, 1.0, -1e-3).to(dtype)
+    return vector
 
 
 def sum_compressed(compressor, vectors, states=None):

@@ -8,7 +8,7 @@ import torch
 
 from offbeat.numerics.compressors.qsgd import QSGD
 from offbeat.numerics.compressors.registry import parse_encoding
-from support.compression import sum_compressed
+from support.compression import hard, sum_compressed
 
 SHAPES = [torch.Size(shape) for shape in ((20, 30), (20,), (8, 4, 3, 3), (3, 2), ())]
 LENGTH = sum(shape.numel() for shape in SHAPES)
@@ -17,22 +17,11 @@ KINDS = ["normal", "zero", "spike", "constant", "huge range", "denormal", "one o
 DTYPES = [torch.float64, torch.float32]
 
 
-def vector_of(kind, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(LENGTH, generator=generator, dtype=dtype)
-    match kind:
-        case "zero":
-            vector.zero_()
-        case "spike":
-            vector.zero_()[LENGTH // 3] = -3.0
-        case "constant":
-            vector.fill_(0.7)
-        case "huge range":
-            vector *= 10 ** (16 * torch.rand(LENGTH, generator=generator, dtype=dtype) - 8)
-        case "denormal":
-            vector *= torch.finfo(dtype).tiny / 1000
-        case "one of each tensor":
-            vector.zero_()[[7, 610, 700, LENGTH - 3]] = torch.tensor([1.0, 2.0, -3.0, 4.0], dtype=dtype)
+def vector_of(kind, dtype=torch.float64):
+    if kind != "one of each tensor":
+        return hard(kind, LENGTH, dtype=dtype)
+    vector = torch.zeros(LENGTH, dtype=dtype)
+    vector[[7, 610, 700, LENGTH - 3]] = torch.tensor([1.0, 2.0, -3.0, 4.0], dtype=dtype)
     return vector
 
 

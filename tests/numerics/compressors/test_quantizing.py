@@ -11,31 +11,12 @@ from offbeat.numerics.compressors.qsgd import QSGD
 from offbeat.numerics.compressors.randomk import RandomK
 from offbeat.numerics.compressors.registry import parse_compression
 from offbeat.numerics.compressors.sign import Sign
-from support.compression import sum_compressed
+from support.compression import hard, sum_compressed
 
 SHAPES = [torch.Size(shape) for shape in ((20, 30), (20,), (8, 4, 3, 3), (3, 2), ())]
 LENGTH = sum(shape.numel() for shape in SHAPES)
 METHODS = ["int8", "sign", "qsgd:1", "qsgd:16", "qsgd:127", "randomk:0.1", "randomk:1"]
 KINDS = ["normal", "zero", "spike", "constant", "huge range", "denormal", "alternating"]
-
-
-def hard(kind, length, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    vector = torch.randn(length, generator=generator, dtype=dtype)
-    match kind:
-        case "zero":
-            vector.zero_()
-        case "spike":
-            vector.zero_()[length // 3] = -3.0
-        case "constant":
-            vector.fill_(0.7)
-        case "huge range":
-            vector *= 10 ** (16 * torch.rand(length, generator=generator, dtype=dtype) - 8)
-        case "denormal":
-            vector *= torch.finfo(dtype).tiny / 1000
-        case "alternating":
-            vector = torch.where(torch.arange(length) % 2 == 0, 1.0, -1e-3).to(dtype)
-    return vector
 
 
 def spans(shapes=SHAPES):
