@@ -669,6 +669,7 @@ def test_torch_exchanges_have_equal_results_on_all_members(size):
 
 def torch_abandons(rank, emit):
     dist.init_process_group("gloo")
+    dist.barrier()  # else worker 0, which has the store, may end before worker 1 has connected
     exchange = TorchExchange(dist.group.WORLD, Host())
     if rank == 1:
         emit("here")
