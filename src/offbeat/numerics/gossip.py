@@ -94,15 +94,15 @@ class AdaptiveStep:
     def __init__(self) -> None:
         self._contraction: float | None = None
 
-    def update(self, difference: float, left: float) -> float:
+    def update(self, difference: float, lost: float) -> float:
         """Return the step for a round.
 
         Args:
             difference: ||d||^2, not negative.
-            left: ||Q(d) - d||^2.
+            lost: ||Q(d) - d||^2.
         """
-        if difference > 0 and math.isfinite(difference) and math.isfinite(left):
-            measured = min(1.0, max(0.0, 1 - left / difference))
+        if difference > 0 and math.isfinite(difference) and math.isfinite(lost):
+            measured = min(1.0, max(0.0, 1 - lost / difference))
             before = measured if self._contraction is None else self._contraction
             self._contraction = _KEPT * before + (1 - _KEPT) * measured
         return 1.0 if self._contraction is None else self._contraction

@@ -367,14 +367,16 @@ class DiLoCo(LocalSGD):
 class Choco(AveragesModels):
     """CHOCO-SGD: each worker moves its model towards those of its neighbours, by compressed differences.
 
-    A worker sends its neighbours how its model has changed since what it has sent of it before, compressed,
-    and moves its model towards what it knows of theirs. What is not sent is sent later. So a round has few
-    bytes, and models come together slowly, the slower the more is left out. With a fixed gamma, a round
-    that all workers end leaves the mean of all models as it is.
+    Neighbours keep public copies of each other's models. In a round a worker sends them the difference of its
+    model from its public copy, compressed, which brings the copy closer to the model, and moves its model
+    towards the mean of its neighbours' copies. What is not sent is in later differences. So a round has few
+    bytes, and models come together slowly, the slower the more is left out. With a fixed gamma, a round that
+    all workers end leaves the mean of all models as it is.
 
     A round is of all workers, and begins when the slowest one is ready; with `overlap` the others train on
     until then. In the first round, and in that after an epoch or the loss or arrival of a worker, whole
-    models are sent. It needs a model on the CPU.
+    models are sent. A worker whose model, or a neighbour's, is not finite leaves out the round, and whole
+    models follow. It needs a model on the CPU.
 
     All else is as under `PReduce`: models, learning rates, what validation and checkpoints see, the end, and
     lost workers.
@@ -394,7 +396,9 @@ class Choco(AveragesModels):
             the step that is proven to converge, a very short one.
         every: optimizer steps of the fastest worker between two rounds, at least 1.
         by_pace: see `LocalSGD`.
-        shards, overlap, global_every, detector, timeout_s: see `PReduce`.
+        global_every: "epoch" or None, see `PReduce`.
+        detector: "on" lets a worker with a slow line make more steps between two rounds, and so all others.
+        shards, overlap, timeout_s: see `PReduce`.
 
     Raises:
         ValueError: an argument is out of range.

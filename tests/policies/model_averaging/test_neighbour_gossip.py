@@ -2,6 +2,7 @@
 
 import pytest
 
+from offbeat.events import Tick
 from offbeat.policies.model_averaging.neighbour_gossip import NeighbourGossip
 from support.averaging_job import Job
 
@@ -34,8 +35,10 @@ def test_no_round_begins_before_the_last_worker_is_ready():
     job = Rounds(3)
     job.ready(0)
     job.ready(2)
-    job.now_s = 1000.0
+    job.now_s = 500.0
+    job.emit(Tick(now_s=job.now_s))
     assert not job.averagings
+    assert job.round(1) == ((0, 1, 2), False)
 
 
 def test_a_round_that_one_worker_has_given_up_is_not_continued():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels
 from offbeat.strategies import Choco, parse_strategy
@@ -46,6 +47,55 @@ def test_the_mean_of_all_models_stays_as_it_is(tmp_path):
 @pytest.mark.parametrize("compress", [None, "sign", "qsgd:16", "randomk:0.3"])
 def test_with_each_method_models_are_those_of_the_formulas(tmp_path, compress):
     run_in_step(tmp_path, Choco(compress=compress, gamma=0.1), 0.05)
+
+
+@pytest.mark.parametrize("gamma", ["adaptive", "theory"])
+def test_with_each_consensus_step_models_are_those_of_the_formulas(tmp_path, gamma):
+    run_in_step(tmp_path, Choco(compress="topk:0.2", gamma=gamma), 0.05)
+
+
+NOT_FINITE, REPAIRED, STEPS = 4, 7, 12
+
+
+def loses_numbers_for_some_steps(rank, emit, compress):
+    """Worker 1's model, in float32, has one number that is not finite, for some steps.
+
+    Returns the worker, by step whether its model is finite, and its last model.
+    """
+    torch.manual_seed(3)
+    model = torch.nn.Linear(40, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    strategy = Choco(compress=compress, gamma=0.3, shards="equal", overlap=False, global_every=None)
+    is_finite = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        generator = torch.Generator().manual_seed(session.worker)
+        with torch.no_grad():
+            model.weight.add_(torch.randn(model.weight.shape, generator=generator))
+        for step in range(STEPS):
+            if session.worker == 1 and step == NOT_FINITE:
+                good = model.weight.detach().clone()
+                model.weight.data[2, 7] = torch.nan
+            if session.worker == 1 and step == REPAIRED:
+                model.weight.data.copy_(good)
+            optimizer.zero_grad()
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer.step()
+            is_finite.append(bool(torch.isfinite(model.weight).all()))
+    return session.worker, is_finite, model.weight.detach().flatten().tolist()
+
+
+@pytest.mark.parametrize("compress", [None, "topk:0.1", "sign", "qsgd:16"])
+def test_numbers_that_are_not_finite_reach_no_other_worker_and_no_public_copy(tmp_path, compress):
+    env = {"OFFBEAT_RUN_LOG": str(tmp_path / "log")}
+    results = values(run(loses_numbers_for_some_steps, WORKERS, compress, env=env))
+    broken = [NOT_FINITE <= step < REPAIRED for step in range(STEPS)]
+    for worker, is_finite, _ in results:
+        assert is_finite == [not (worker == 1 and one) for one in broken]
+    lasts = np.array([last for _, _, last in results])
+    np.testing.assert_array_equal(lasts, np.tile(lasts[0], (WORKERS, 1)))  # after the mean of all
+    rounds = [one for one in entries_of(tmp_path / "log", AverageModels) if len(one.group) > 1]
+    continued = [one.continues for one in rounds if not one.includes_buffers]
+    assert continued == [False] + [True] * 4 + [False] * 3 + [True] * 4
 
 
 @pytest.mark.parametrize(

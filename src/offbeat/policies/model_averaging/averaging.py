@@ -173,7 +173,7 @@ class ModelAveraging:
         self._exchange_of: dict[int, int] = {}  # by member, the averaging that it is in
         self._next_exchange = 0
         # With copies, by worker, the id and the group of its last averaging, if that was one of snapshots:
-        self._last_mixed: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._last_rounds: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._steps_left: dict[int, int] = {}  # by worker, steps until it is ready; 1 where none is noted
         self._began_s: dict[int, float] = {}  # by worker, when its step under way began
         self._active_s: dict[int, float] = {}  # by worker, when it last began to train, or ended a step
@@ -244,8 +244,8 @@ class ModelAveraging:
             ],
             "exchange_of": [list(entry) for entry in self._exchange_of.items()],
             "next_exchange": self._next_exchange,
-            "last_mixed": [
-                [worker, number, list(group)] for worker, (number, group) in self._last_mixed.items()
+            "last_rounds": [
+                [worker, number, list(group)] for worker, (number, group) in self._last_rounds.items()
             ],
             "steps_left": [list(entry) for entry in self._steps_left.items()],
             "began_s": [list(entry) for entry in self._began_s.items()],
@@ -281,7 +281,7 @@ class ModelAveraging:
         }
         self._exchange_of = dict(state["exchange_of"])
         self._next_exchange = state["next_exchange"]
-        self._last_mixed = {worker: (number, tuple(group)) for worker, number, group in state["last_mixed"]}
+        self._last_rounds = {worker: (number, tuple(group)) for worker, number, group in state["last_rounds"]}
         self._steps_left, self._began_s = dict(state["steps_left"]), dict(state["began_s"])
         self._active_s, self._finished_s = dict(state["active_s"]), dict(state["finished_s"])
         self._epoch_means.load_state_dict(state["epoch_means"])
@@ -337,10 +337,10 @@ class ModelAveraging:
         del self._exchange_of[event.worker]
         averaging.pending.discard(event.worker)
         self._groups.end_averaging(event.worker, has_mean=event.has_mean)
-        self._last_mixed.pop(event.worker, None)
+        self._last_rounds.pop(event.worker, None)
         if self._keeps_copies and event.has_mean and not averaging.is_common:
             group = tuple(member for member in averaging.members if member not in averaging.joining)
-            self._last_mixed[event.worker] = (event.exchange_id, group)
+            self._last_rounds[event.worker] = (event.exchange_id, group)
         waits = not self._overlap or self._has_delay
         if waits or averaging.is_common or event.worker not in self._began_s:
             self._began_s[event.worker] = event.now_s
@@ -402,7 +402,7 @@ class ModelAveraging:
             return []
         self._groups.discard(worker)
         by_workers: tuple[dict[int, Any], ...]
-        by_workers = (self._steps_left, self._began_s, self._active_s, self._finished_s, self._last_mixed)
+        by_workers = (self._steps_left, self._began_s, self._active_s, self._finished_s, self._last_rounds)
         for by_worker in by_workers:
             by_worker.pop(worker, None)
         self._watch.remove(worker)
@@ -673,7 +673,7 @@ class ModelAveraging:
 
     def _has_copies(self, group: tuple[int, ...]) -> bool:
         """Whether all workers of a group know each other from the last averaging of each."""
-        last = {self._last_mixed.get(worker) for worker in group}
+        last = {self._last_rounds.get(worker) for worker in group}
         return len(group) > 1 and len(last) == 1 and (found := last.pop()) is not None and found[1] == group
 
     def _cancel(self, exchange_id: int, reason: str) -> list[Action]:

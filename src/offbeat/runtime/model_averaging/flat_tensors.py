@@ -107,6 +107,7 @@ class FlatTensors:
         """Fill `snapshots` with the tensors, which are numbers with a fraction; see `pack`."""
         if not self.snapshots:
             self.snapshots = self.zeros()
+        self._replace_read(self.snapshots)
         self.copy_into(self.snapshots)
 
     def copy_into(self, flats: Sequence[torch.Tensor]) -> None:
@@ -145,10 +146,13 @@ class FlatTensors:
 
     def replace_read_memory(self) -> None:
         """Replace memory that another worker may still read, because an exchange was abandoned."""
-        for flats in (self.contributions, self.outputs):
-            for index, flat in enumerate(flats):
-                if self._memory.may_be_read(flat):
-                    flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
+        self._replace_read(self.contributions)
+        self._replace_read(self.outputs)
+
+    def _replace_read(self, flats: list[torch.Tensor]) -> None:
+        for index, flat in enumerate(flats):
+            if self._memory.may_be_read(flat):
+                flats[index] = self._memory.zeros(flat.numel(), flat.dtype)
 
     def _copy_to_host(self, flats: Sequence[torch.Tensor], weight: float, *, is_first: bool) -> None:
         if self._accelerator is None:

@@ -1,4 +1,4 @@
-"""Compressed gossip: a worker moves its model towards what its neighbours know of each other's.
+"""Compressed gossip: neighbours exchange compressed differences of their models, and move towards each other.
 
 Theory of operation. Of each worker's model there is a *public copy*, which its neighbours know as well as the
 worker itself. In a round it sends them a compressed difference, of its snapshot from its public copy; it adds
@@ -10,12 +10,17 @@ weights that are symmetric this leaves the mean of all models as it is, whatever
 Public copies are of one group: in the first round of another, or after a round that some have not ended,
 workers send their whole snapshots, which become the public copies (see `AverageModels.continues`).
 
+A round in which this worker or a neighbour sends numbers that are not finite leaves this worker's model as it
+is, and does not count as ended, so that whole snapshots follow: no public copy keeps such numbers.
+
 Threads. The loop encodes a snapshot when it takes it, and decodes; the links' thread sends. Nothing here
 decides which workers are in a round.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -35,19 +40,21 @@ Gamma: TypeAlias = float | Literal["adaptive", "theory"]
 OpenExchanges = Callable[[Sequence[Sequence[int]]], Sequence[Exchange]]
 """Opens an exchange over each of several groups of workers."""
 
+_log = logging.getLogger("offbeat")
+
 
 class _Neighbour(NamedTuple):
     """A neighbour in a round.
 
     Attributes:
+        worker: its id.
         weight: of its public copy.
-        place: its place in the exchanges with it, 0 or 1.
-        received: for each vector, both workers' codes, shape (2, elements of a code).
+        codes: what it sends, for each vector.
     """
 
+    worker: int
     weight: float
-    place: int
-    received: list[torch.Tensor]
+    codes: list[torch.Tensor]
 
 
 class PublicCopies:
@@ -77,11 +84,12 @@ class PublicCopies:
     ) -> None:
         self._parameters, self._worker, self._topology = parameters, worker, topology
         self._gamma, self._open_exchanges = gamma, open_exchanges
+        self._has_warned = False  # of numbers that are not finite
         self._encoders = [
             method.encoder(shapes, seed=worker * len(parameters.outputs) + number)
             for number, shapes in enumerate(parameters.shapes(WHOLE))
         ]
-        self._copies: list[PublicCopy] = []  # for each vector; none before the first round
+        self._copies: list[PublicCopy] = []  # for each vector; none before a round of whole snapshots
         self._codes: list[torch.Tensor] = []  # of the last snapshot
         self._adaptive_step = AdaptiveStep()
         self._rounds = 0  # that this worker has ended
@@ -91,11 +99,12 @@ class PublicCopies:
     @torch.no_grad()
     def encode(self) -> None:
         """Encode what the snapshot differs from the public copy, for a round that continues."""
+        if not self._copies:  # whole snapshots follow
+            return
+        vectors = zip(self._encoders, self._copies, self._parameters.snapshots, strict=True)
         self._codes = [
-            self._encoders[number].encode(copy.difference(snapshot, torch.empty_like(snapshot)), self._rounds)
-            for number, (copy, snapshot) in enumerate(
-                zip(self._copies, self._parameters.snapshots, strict=False)
-            )
+            encoder.encode(copy.difference(snapshot, torch.empty_like(snapshot)), self._rounds)
+            for encoder, copy, snapshot in vectors
         ]
 
     def begin(self, averaging: AverageModels) -> list[PendingExchange]:
@@ -104,28 +113,40 @@ class PublicCopies:
         place = group.index(self._worker)
         weights = mixing_weights(self._topology, len(group), place)
         self._own_weight = weights.pop(place)
-        exchanges = self._open_exchanges([sorted((self._worker, group[other])) for other in weights])
-        sent = self._codes if averaging.continues else self._parameters.snapshots
+        others = [group[other] for other in weights]
+        exchanges = self._open_exchanges([sorted((self._worker, other)) for other in others])
+        sent = self._sent(averaging)
         self._neighbours, pending = [], []
-        for exchange, weight in zip(exchanges, weights.values(), strict=True):
-            received = [code.new_empty(2, len(code)) for code in sent]
-            for number, (code, rows) in enumerate(zip(sent, received, strict=True)):
-                rows[exchange.position] = code
-                pending.append(
-                    exchange.all_gather(rows.view(-1), exchange_id=averaging.exchange_id, index=number)
-                )
-            self._neighbours.append(_Neighbour(weight, 1 - exchange.position, received))
+        for other, exchange, weight in zip(others, exchanges, weights.values(), strict=True):
+            received = [torch.empty_like(code) for code in sent]
+            own, its = exchange.position, 1 - exchange.position
+            for number, (code, into) in enumerate(zip(sent, received, strict=True)):
+                for root, flat in ((own, code), (its, into)):
+                    index = 2 * number + root
+                    pending.append(
+                        exchange.broadcast(flat, root=root, exchange_id=averaging.exchange_id, index=index)
+                    )
+            self._neighbours.append(_Neighbour(other, weight, received))
         return pending
 
+    def _sent(self, averaging: AverageModels) -> list[torch.Tensor]:
+        """Return what this worker sends: codes, or whole snapshots where the round does not continue."""
+        return self._codes if averaging.continues else self._parameters.snapshots
+
     @torch.no_grad()
-    def apply(self, averaging: AverageModels) -> None:
-        """Renew the public copies by what the neighbours have sent, and move the parameters."""
+    def apply(self, averaging: AverageModels) -> bool:
+        """Renew the public copies by what the neighbours have sent, and move the parameters.
+
+        Returns:
+            Whether the round has ended: False, with the parameters as they were, where numbers are not
+            finite.
+        """
         self._parameters.replace_read_memory()
         snapshots, outputs = self._parameters.snapshots, self._parameters.outputs
         if not averaging.continues:
             self._copies = [PublicCopy(torch.zeros_like(snapshot)) for snapshot in snapshots]
-        sent = self._codes if averaging.continues else snapshots
-        measures, difference, left = averaging.continues and self._gamma == "adaptive", 0.0, 0.0
+        sent = self._sent(averaging)
+        measures, difference, lost = averaging.continues and self._gamma == "adaptive", 0.0, 0.0
         for number, copy in enumerate(self._copies):
             snapshot, decoded = snapshots[number], torch.empty_like(snapshots[number])
             self._decode(averaging, number, sent[number], decoded)
@@ -133,21 +154,46 @@ class PublicCopies:
                 difference += _square(copy.difference(snapshot, outputs[number]))
             copy.add_own(decoded, self._own_weight)
             if measures:
-                left += _square(copy.difference(snapshot, outputs[number]))
+                lost += _square(copy.difference(snapshot, outputs[number]))
             for neighbour in self._neighbours:
-                self._decode(averaging, number, neighbour.received[number][neighbour.place], decoded)
+                self._decode(averaging, number, neighbour.codes[number], decoded)
                 copy.add_neighbour(decoded, neighbour.weight)
-        gamma = self._step(averaging, difference, left)
+        gamma = self._step(averaging, difference, lost)
         for copy, output in zip(self._copies, outputs, strict=True):
             copy.correction(gamma, output)
+        neighbours, self._neighbours = self._neighbours, []
+        if not all(_is_finite(output) for output in outputs):
+            self._warn_of_numbers(averaging, neighbours)
+            self._copies = []
+            return False
         self._rounds += 1
-        self._neighbours = []
         self._parameters.add_outputs()
+        return True
 
-    def _step(self, averaging: AverageModels, difference: float, left: float) -> float:
+    def _warn_of_numbers(self, averaging: AverageModels, neighbours: Sequence[_Neighbour]) -> None:
+        """Log once who has sent numbers that are not finite."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        codes = {self._worker: self._sent(averaging)} | {one.worker: one.codes for one in neighbours}
+        senders = []
+        for worker, vectors in sorted(codes.items()):
+            for number, code in enumerate(vectors):
+                decoded = torch.empty_like(self._parameters.outputs[number])
+                self._decode(averaging, number, code, decoded)
+                if not _is_finite(decoded):
+                    senders.append(f"worker {worker}")
+                    break
+        _log.warning(
+            "compressed gossip: a round had no effect, because %s sent numbers that are not finite; until "
+            "all models are finite, rounds of whole models follow",
+            " and ".join(senders) or "a sum of models",
+        )
+
+    def _step(self, averaging: AverageModels, difference: float, lost: float) -> float:
         """Return the consensus step of a round; see `AdaptiveStep.update`."""
         if self._gamma == "adaptive":
-            return self._adaptive_step.update(difference, left) if averaging.continues else 1.0
+            return self._adaptive_step.update(difference, lost) if averaging.continues else 1.0
         if self._gamma == "theory":
             omega = min(encoder.omega() for encoder in self._encoders)
             return consensus_step(self._topology, len(averaging.group), omega)
@@ -166,3 +212,8 @@ class PublicCopies:
 def _square(vector: torch.Tensor) -> float:
     """Return the squared norm of a vector."""
     return float(torch.dot(vector, vector))
+
+
+def _is_finite(vector: torch.Tensor) -> bool:
+    """Whether all numbers of a vector, which has elements, are finite."""
+    return all(math.isfinite(limit) for limit in vector.aminmax())

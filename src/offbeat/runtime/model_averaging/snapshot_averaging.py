@@ -96,11 +96,12 @@ class SnapshotAveraging:
 
     def on_averaging(self) -> None:
         """Begin an averaging that has arrived, unless the loop does; called in the links' thread."""
-        if not self._is_compressed:
+        if not self._loop_begins:
             self.begin_if_due()
 
     @property
-    def _is_compressed(self) -> bool:
+    def _loop_begins(self) -> bool:
+        """Whether the loop begins an exchange, and not the links' thread: it is a compressed sum."""
         return self._outer is not None and self._outer.is_compressed
 
     def begin_if_due(self) -> None:
@@ -163,7 +164,7 @@ class SnapshotAveraging:
             WorkerError: the job failed.
         """
         ended = None
-        if self._is_compressed:
+        if self._loop_begins:
             self._carry_on()
         if self._has_mean_to_add():
             has_mean = self.wait(COORDINATOR_MARGIN_S)  # so that what ends the exchanges may return
@@ -184,7 +185,7 @@ class SnapshotAveraging:
 
     def find_due_work(self) -> Callable[[], None] | None:
         """Return what carries a compressed averaging on, None if nothing is due; called under the lock."""
-        if not self._is_compressed:
+        if not self._loop_begins:
             return None
         is_due = self._averaging_to_begin() is not None or any(
             one.can_advance and one.ended_s is None for one in self._compressed_sums()
@@ -213,12 +214,13 @@ class SnapshotAveraging:
         Its exchange has begun, or the links' thread is about to begin it; a compressed one begins here.
 
         Returns:
-            Whether there is a mean: the averaging was not cancelled.
+            Whether there is a mean: the averaging was not cancelled, and its numbers are finite where that is
+            needed (see `PublicCopies`).
 
         Raises:
             WorkerError: the job failed.
         """
-        if self._is_compressed:
+        if self._loop_begins:
             self.begin_if_due()
         self._client.wait_for(lambda: self._pending is not None, timeout_s, "an averaging to begin")
         pending, averaging, has_mean = self._pending, self._begun, True
@@ -230,16 +232,15 @@ class SnapshotAveraging:
         except AveragingCancelledError:
             has_mean = False
         if pending and has_mean:
-            self._apply(averaging)
+            has_mean = self._apply(averaging)
         with self._client.lock:
             self._begun = self._pending = None
         return has_mean
 
-    def _apply(self, averaging: AverageModels) -> None:
-        """Change the parameters by what the exchange has yielded."""
+    def _apply(self, averaging: AverageModels) -> bool:
+        """Change the parameters by what the exchange has yielded; whether that has succeeded."""
         if self._copies is not None:
-            self._copies.apply(averaging)
-            return
+            return self._copies.apply(averaging)
         parameters, fragment, before = self._parameters, self._fragment_of(averaging), None
         share = mean_share(averaging, self._client.worker)
         if self._outer is not None and averaging.outer_step is not None:
@@ -250,3 +251,4 @@ class SnapshotAveraging:
             parameters.replace(fragment)
         else:
             parameters.add_difference(before or parameters.snapshots, fragment, share)
+        return True

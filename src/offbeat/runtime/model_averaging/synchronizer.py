@@ -453,9 +453,8 @@ class ModelAveragingSynchronizer:
         if averaging is None:
             return None
         self._loop.timer.switch("communicate")
-        has_mean = True
         try:
-            self._carry_out(averaging)
+            has_mean = self._carry_out(averaging)
         except AveragingCancelledError:
             has_mean = False
         assert self._snapshots is not None
@@ -466,21 +465,27 @@ class ModelAveragingSynchronizer:
         self._loop.send_event(event)
         return averaging if has_mean else None
 
-    def _carry_out(self, averaging: AverageModels) -> None:
+    def _carry_out(self, averaging: AverageModels) -> bool:
+        """Take part in an averaging; return whether it has a mean.
+
+        Raises:
+            AveragingCancelledError: it was cancelled.
+        """
         worker, joining = self._loop.worker, averaging.joining
         group = averaging.group
         if worker in joining:
             self._copy_state(averaging, [group[0], *joining])
-            return
+            return True
+        has_mean = True
         assert self._snapshots is not None
         if self._snapshots.is_of_snapshots(averaging):
-            if not self._snapshots.wait(self._timeout_s + COORDINATOR_MARGIN_S):
-                raise AveragingCancelledError
+            has_mean = self._snapshots.wait(self._timeout_s + COORDINATOR_MARGIN_S)
         elif len(group) > 1 or self._outer is not None:
             self._average_models(averaging, group)
         if joining and worker == group[0]:
             with suppress(AveragingCancelledError):  # they receive it from the next group
                 self._copy_state(averaging, [worker, *joining])
+        return has_mean
 
     def _average_models(self, averaging: AverageModels, group: Sequence[int]) -> None:
         exchange = self._open_exchange(group)
