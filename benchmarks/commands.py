@@ -134,6 +134,15 @@ class OverheadOptions:
     seed: Seed = 0
 
 
+@_benchmark("memory", minutes=1)
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions:
+    """Memory of workers under bsp and under PyTorch's DDP on gloo, with a large model."""
+
+    workers: Workers = 4
+    million_parameters: Annotated[int, typer.Option(min=1, help="Parameters of the model, in millions.")] = 60
+
+
 @_benchmark("gpu", minutes=2, needs="a GPU; root for lines")
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:

@@ -9,12 +9,13 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from benchmarks import allreduce, gpu, local_steps, overhead, ray_chaos, slow_line, tls
+from benchmarks import allreduce, gpu, local_steps, memory, overhead, ray_chaos, slow_line, tls
 from benchmarks.__main__ import main
 from benchmarks.commands import (
     AllreduceOptions,
     GpuOptions,
     LocalStepsOptions,
+    MemoryOptions,
     OverheadOptions,
     RayChaosOptions,
     SlowLineOptions,
@@ -63,6 +64,16 @@ def test_overhead_gives_a_ratio_for_each_model():
     assert list(result.figures) == ["step_ratio_p50_cnn2"]
     assert [(row["side"], row["steps"]) for row in result.rows] == [("ddp", 60), ("bsp", 60)]
     assert all(row["step_s_p50"] > 0 for row in result.rows)
+
+
+@pytest.mark.long
+def test_memory_counts_the_parameters_of_each_side():
+    result = memory.run(MemoryOptions(workers=2, million_parameters=10), command="test")
+    assert [row["side"] for row in result.rows] == ["ddp", "bsp"]
+    for row in result.rows:
+        # Parameters, gradients and what is sent, of 4 bytes each:
+        assert row["mb"] - row["before_mb"] > 3 * 40
+    assert result.figures["pss_ratio_to_ddp"] == result.rows[1]["mb"] / result.rows[0]["mb"]
 
 
 def figures_of_gpu(suffix):

@@ -53,7 +53,6 @@ class BucketSet:
         hyperparameters: returns this worker's.
         workers: the number of members at the job's start.
         bucket_bytes: the largest size of a bucket of several parameters, in bytes.
-        prepares_next: these buckets take part in the round after one that is over, too.
         compression: of gradients; None for none.
         momentum: of a compression with momentum correction.
 
@@ -73,13 +72,11 @@ class BucketSet:
         *,
         workers: int,
         bucket_bytes: int,
-        prepares_next: bool = True,
         compression: CompressionMethod | None = None,
         momentum: SGDMomentum | None = None,
     ) -> None:
         self._model, self._compression, self._momentum = model, compression, momentum
         self._residuals: dict[int, torch.Tensor] = {}  # by entry, of compressed buckets
-        self._prepares_next = prepares_next
         self._parameters, self._binding, self._hyperparameters = parameters, binding, hyperparameters
         self._workers, self._bucket_bytes = workers, bucket_bytes
         self.group: GroupHandle | None = None
@@ -130,12 +127,14 @@ class BucketSet:
         )
 
     def bind(self, group: GroupHandle) -> None:
-        """Bind the round under way to a group, and make room for its members in the trailer."""
+        """Bind the round under way to a group, and make room for its sums and its members' numbers."""
         self.group = group
         size = group.size
         capacity = self._workers if size <= self._workers else 1 << (size - 1).bit_length()
         if capacity != self._trailer.capacity:
             self._resize_trailer(capacity)
+        for bucket in self._buckets:
+            bucket.begin_round()
 
     def _resize_trailer(self, capacity: int) -> None:
         """Make buckets for another group size, and copy the packed gradients into them."""
@@ -164,6 +163,8 @@ class BucketSet:
         """
         index, _ = self._location_of[entry]
         is_first = entry not in self._ready_entries
+        if self.scale is None:
+            self._prepare()
         self._fix_scale(weight)
         with torch.no_grad():
             self._pack_gradient(entry, add=not is_first)
@@ -177,6 +178,19 @@ class BucketSet:
         self._buckets[index].missing_count -= 1
         while self.launched < self._launch_limit and not self._buckets[self.launched].missing_count:
             self._launch_next()
+
+    def _prepare(self) -> None:
+        """Let other members begin the round before this worker's first bucket is complete."""
+        assert self.group is not None
+        assert self._binding is not None
+        if self._exchange_id is not None or not self._binding.is_stable:
+            return
+        for index, bucket in enumerate(self._buckets):
+            bucket.prepare(
+                self.group.exchange,
+                exchange_id=self._binding.membership.exchange_id,
+                index=index * self._index_stride,
+            )
 
     def _fix_scale(self, weight: float) -> float:
         """Return this worker's weight in the mean, rounded to the trailer's dtype.
@@ -339,8 +353,6 @@ class BucketSet:
                 elif entry < len(self._parameters) + len(buffers) and self.group.position:
                     # Through .data: as with the layers' own writes, autograd does not count this as a change.
                     buffers[entry - len(self._parameters)].data.copy_(view)
-            if sums.weight:
-                bucket.hand_over_means()
 
     def _forget_sent_residuals(self, bucket: GradientBucket, sums: RoundSums) -> None:
         """Forget residuals of before the compression changed, which a bucket that keeps none has sent."""
@@ -384,19 +396,12 @@ class BucketSet:
         self._make_buckets(self._trailer.capacity)
 
     def end_round(self) -> None:
-        """End a round; prepare memory, so that other members can begin the next before this worker does."""
+        """End a round."""
         self.relaunch()
         self._ready_entries.clear()
         self._expect_all()
         for bucket in self._buckets:
             bucket.end_round()
-        if self._prepares_next and self.group is not None and self._binding and self._binding.is_stable:
-            for index, bucket in enumerate(self._buckets):
-                bucket.prepare(
-                    self.group.exchange,
-                    exchange_id=self._binding.membership.exchange_id,
-                    index=index * self._index_stride,
-                )
         self.group = self.scale = None
 
     def _expect_all(self) -> None:

@@ -5,16 +5,16 @@ Theory of operation
 
 A bucket is a 1-D tensor of one dtype that is all-reduced at once. Its entries are, in this order, parameters'
 gradients, model buffers and the trailer. A `BucketBuffer` is memory for one bucket, with a view for each
-entry. A `GradientBucket` has three of them:
+entry. A `GradientBucket` has two of them, or three:
 
 - `contribution`: what this worker contributes. Gradients are scaled by the worker's weight and packed here.
   An exchange does not change its values, so that a round can be repeated with them after an exchange was
   abandoned.
 - `output`: receives the sum. It is divided by the sum of weights in place, and its views become `param.grad`,
   so nothing is copied out.
-- A second one for sums. `swap_output` exchanges the two, so that the next round does not overwrite this
-  round's gradients. Two rounds later, memory is written again, unless the program still has a reference to
-  one of its views (`BucketBuffer.is_referenced`, by reference counts): then it is replaced by a new one.
+- A second one for sums, where a round begins while the program still has means of the last one
+  (`BucketBuffer.is_referenced`, by reference counts), so that they are not overwritten. A program that
+  removes its gradients before each backward pass, as `zero_grad` does by default, needs none.
 
 Workers on one host read each other's memory. After an exchange was abandoned, another worker may still be
 reading. `replace_read_buffers` replaces memory that is read so; it must be called before anything is written.
@@ -164,11 +164,10 @@ class Means:
 
 
 class GradientBucket:
-    """A bucket: this worker's contribution to a round, and memory for two sums, used alternately.
+    """A bucket: this worker's contribution to a round, and memory for its sums.
 
-    The means of a round become the gradients where they were summed, without a copy. The next round
-    uses the other memory, so that these gradients stay unchanged until it is over; if the program still has a
-    gradient in that memory, it is replaced.
+    The means of a round become the gradients where they were summed, without a copy. A round that begins
+    while the program still has some uses other memory, so that these gradients stay unchanged.
 
     Args:
         bucket: what lies in it.
@@ -304,9 +303,10 @@ class GradientBucket:
         """Drop this worker's contribution and the means: the round is over."""
         self.means = None
 
-    def hand_over_means(self) -> None:
-        """Leave the memory of the means to the program, which has them as gradients."""
-        self.swap_output()
+    def begin_round(self) -> None:
+        """Provide memory for the sums of a round; the program may still have means of the last one."""
+        if self.output.is_referenced():
+            self.swap_output()
 
     def swap_output(self) -> None:
         """Switch to the other memory for sums: a round that is over, or under way, uses the current one."""

@@ -110,7 +110,6 @@ class GradientAverager:
             context.hyperparameters,
             workers=workers,
             bucket_bytes=bucket_bytes,
-            prepares_next=skipped is None,
             compression=compression,
             momentum=momentum,
         )

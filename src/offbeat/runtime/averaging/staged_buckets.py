@@ -184,9 +184,6 @@ class StagedBucket(GradientBucket):
         super().end_round()
         self._is_copied_out, self._packed = False, None
 
-    def hand_over_means(self) -> None:
-        """See `GradientBucket.hand_over_means`: nothing to do, the means have memory of their own."""
-
     def replace_read_buffers(self, is_read: Callable[[torch.Tensor], bool]) -> None:
         """See `GradientBucket.replace_read_buffers`; waits for the copy of what is replaced."""
         if self._is_copied_out and is_read(self.contribution.flat):
