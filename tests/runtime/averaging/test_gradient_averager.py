@@ -7,7 +7,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.strategies import AllReduce, Hybrid
+from offbeat.strategies import AllReduce, Hybrid, PartialAllReduce
 from support.failing_backward import Fails
 from support.processes import run, values
 
@@ -149,6 +149,37 @@ def test_further_steps_keep_the_gradients():
     for found in values(run(stepping_again, WORKERS)):
         for one in found:
             assert_are_the_means(one)
+
+
+def dropping(rank, emit, strategy, dropped_by, doubled_by):
+    """Takes a further step without some gradients of the last one, which a worker drops or doubles."""
+    model = Small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with offbeat.join(model, optimizer, strategy) as session:
+        for step in range(4):  # under hybrid the third is the first one whose end is deferred
+            optimizer.zero_grad()
+            model(inputs(rank, step)).square().mean().backward()
+            optimizer.step()
+        session.refresh()
+        before = [p.tolist() for p in model.parameters()]
+        if rank in dropped_by:
+            model.a.weight.grad = model.b.bias.grad = None
+        if rank in doubled_by:
+            model.b.weight.grad *= 2
+        optimizer.step()
+    changed = [one != p.tolist() for one, p in zip(before, model.parameters(), strict=True)]
+    return changed, [p.tolist() for p in model.parameters()], gradients(model)
+
+
+@pytest.mark.long(after=4)
+@pytest.mark.parametrize("doubled_by", [(), (0,), (1,)])
+@pytest.mark.parametrize("dropped_by", [(1,), (0, 1)])
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid(), PartialAllReduce()], ids=lambda one: one.name)
+def test_a_mean_that_one_worker_drops_is_applied_by_none(strategy, dropped_by, doubled_by):
+    first, second = values(run(dropping, WORKERS, strategy, dropped_by, doubled_by))
+    assert first == second
+    is_dropped = not doubled_by or doubled_by == dropped_by or len(dropped_by) == WORKERS
+    assert first[0] == [not is_dropped, True, True, not is_dropped]
 
 
 def kept(rank, emit):

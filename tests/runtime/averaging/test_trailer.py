@@ -42,5 +42,26 @@ def test_the_sum_of_the_members_trailers_holds_what_each_has_contributed(capacit
     assert sums.round_s == 1.5
     assert sums.offsets_s == [1.5, 2.5, 3.5]
     assert sums.contributions == [(5, 0), (0, 6), (7, 8)]
-    assert [bool(one) for one in sums.used] == [True, False]
+    assert sums.used == [True, False]
     assert sums.hyperparameters == [0.1, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("weights", "used"),
+    [
+        pytest.param([0.5, 0.0, 0.25], [True, True, False, False], id="of members with weight, one suffices"),
+        pytest.param([0.0, 0.0, 0.0], [True, False, False, False], id="without weight, all are needed"),
+    ],
+)
+@pytest.mark.parametrize("capacity", [3, 4])
+def test_a_parameter_is_used_if_a_member_with_weight_or_else_every_member_has_a_gradient(
+    weights, used, capacity
+):
+    layout = TrailerLayout(capacity, parameters=4, hyperparameters=0)
+    common = {"is_stale": False, "round_s": 0.0, "writes": 0, "is_preempted": False, "offset_s": 0.0}
+    has_gradient = [[True, False, False, False], [True, True, True, False], [True, True, False, False]]
+    members = [
+        ({**common, "weight": weight, "has_gradient": has, "hyperparameters": []}, (0, 0))
+        for weight, has in zip(weights, has_gradient, strict=True)
+    ]
+    assert layout.decode(summed(layout, members), size=3).used == used

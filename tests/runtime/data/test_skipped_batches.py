@@ -116,6 +116,31 @@ def test_batches_of_a_data_loader_may_be_left_out():
         torch.testing.assert_close(torch.tensor(weights, dtype=torch.float64), alone(bad))
 
 
+def steps_without_a_backward_pass(rank, emit, strategy, has_hook):
+    """Worker 0 takes a step without a backward pass in the batch that worker 1 leaves out."""
+    model = a_model()
+    optimizer, _ = tools(model)
+    if has_hook:
+        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with offbeat.join(model, optimizer, strategy) as session:
+        batches = session.batches(TensorDataset(INPUTS, TARGETS), BATCH)
+        for number, (inputs, targets) in enumerate(batches):
+            if rank == 1 and number == 2:
+                continue
+            if rank == 1 or number != 2:
+                optimizer.zero_grad()
+                F.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    return flat(model).tolist(), session.step
+
+
+@pytest.mark.parametrize("has_hook", [False, True], ids=["without a hook", "with a hook"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
+def test_a_round_in_which_no_worker_has_weight_leaves_the_models_equal(strategy, has_hook):
+    first, second = values(run(steps_without_a_backward_pass, WORKERS, strategy, has_hook))
+    assert first == second
+
+
 def uses_its_own_loader(rank, emit, bad):
     model = a_model()
     optimizer, _ = tools(model)

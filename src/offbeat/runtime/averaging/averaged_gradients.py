@@ -1,4 +1,4 @@
-"""Recognises the means of a round in `param.grad`, by identity and version."""
+"""Recognises the means of rounds in `param.grad`, by identity and version."""
 
 from __future__ import annotations
 
@@ -28,16 +28,23 @@ class AveragedGradients:
         """Note that the means of another round follow."""
         self._of_last_round.clear()
 
-    def set_mean(self, entry: int, mean: torch.Tensor) -> None:
-        """Let `mean` be a parameter's gradient, or a copy of it that has the parameter's form."""
+    def set_mean(self, entry: int, mean: torch.Tensor, version: int | None = None) -> None:
+        """Let `mean` be a parameter's gradient, or a copy of it that has the parameter's form.
+
+        Args:
+            version: of the mean, before the program could change it; by default the current one.
+        """
         parameter = self._parameters[entry]
         parameter.grad = gradient = as_gradient(parameter, mean)
-        self._means[entry] = (weakref.ref(gradient), gradient._version)
+        self._means[entry] = (weakref.ref(gradient), gradient._version if version is None else version)
         self._of_last_round.add(entry)
 
     @property
-    def has_others(self) -> bool:
-        """Whether there is a gradient that no round has left there, or that was changed since."""
+    def has_new_gradients(self) -> bool:
+        """Whether there is a gradient that no round has left there, or that was changed since.
+
+        A mean that the program has removed is not new: most programs remove all of them after each step.
+        """
         return any(
             parameter.grad is not None and not self._is_mean(entry, parameter.grad)
             for entry, parameter in enumerate(self._parameters)

@@ -239,7 +239,9 @@ class BucketSet:
         assert self.group is not None
         assert self._binding is not None
         late = self._binding.late_gradients.active
-        self._own_weight = self._fix_scale(weight) + sum(one.weight for one in late) / self._trailer.capacity
+        scale = self._fix_scale(weight)
+        self._own_weight = scale + sum(one.weight for one in late) / self._trailer.capacity
+        counts_own = bool(scale) or not self._own_weight
         values = self._trailer.encode(
             self.group.position,
             weight=self._own_weight,
@@ -249,8 +251,8 @@ class BucketSet:
             round_s=round_s,
             offset_s=offset_s,
             has_gradient=[
-                entry in self._ready_entries
-                or parameter.grad is not None
+                (bool(scale) and entry in self._ready_entries)
+                or (counts_own and parameter.grad is not None)
                 or any(one.has[entry] for one in late)
                 for entry, parameter in enumerate(self._parameters)
             ],

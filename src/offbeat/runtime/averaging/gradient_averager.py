@@ -174,8 +174,7 @@ class GradientAverager:
         self._batch_weight = batches
         self._saved_gradients.forget()
         if not batches:
-            accumulates = self._unsent_weight > 0 or self.rounds_since_step > 0
-            self._saved_gradients.save(self._parameters, are_outdated=not accumulates)
+            self._saved_gradients.save(self._parameters, are_outdated=self.has_no_pending_gradient)
 
     # The backward pass ---------------------------------------------------------------------------------
 
@@ -240,8 +239,7 @@ class GradientAverager:
         self._buckets.add_gradient(entry, self._unsent_weight + self._batch_weight)
 
     def _backward_ended(self) -> None:
-        if self._leaves_gradients:
-            self._saved_gradients.put_back()
+        self._saved_gradients.put_back()
         self._unsent_weight += self._batch_weight
         self._passes.end_pass()
         if self._skips_exchange:
@@ -255,7 +253,8 @@ class GradientAverager:
         """Average the gradients computed since the last round; every member has to call it.
 
         Gradients that were set by hand count as one batch. A member without new gradients contributes with
-        weight zero.
+        weight zero. If no member has new ones, the means of the last round stay, except those that a member
+        has removed, which are removed on all.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
@@ -269,7 +268,7 @@ class GradientAverager:
         self._forget_failed_pass()
         self._forms.check()
         self._written = self._context.writes.pop()
-        if not self._unsent_weight and self._averaged.has_others:
+        if not self._unsent_weight and self._averaged.has_new_gradients:
             self._unsent_weight = self._batch_weight
         began_s = self._context.timer.switch("communicate")
         compute_s = self._passes.compute_s
@@ -433,8 +432,9 @@ class GradientAverager:
             self._context.apply_hyperparameters(sums.hyperparameters)
         self._averaged.begin_round()
         self._buckets.unpack(sums, self._averaged.set_mean)
-        if not sums.weight:  # no member had a sample
-            self._saved_gradients.put_back()
+        for parameter, is_used in zip(self._parameters, sums.used, strict=True):
+            if not is_used:
+                parameter.grad = None
 
     def _continue_trial(self, sums: RoundSums) -> None:
         """Change the compression if the trial has come to the next one, or to its end."""

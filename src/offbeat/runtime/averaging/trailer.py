@@ -27,7 +27,8 @@ class RoundSums:
             seconds.
         offsets_s: by member, when it began the round, in seconds since its previous round.
         contributions: by member, numbers of blocks in its gradients: its own, late ones.
-        used: by parameter, not 0 if a member has a gradient.
+        used: by parameter, whether a member with weight has a gradient; if none has weight, whether all
+            members have one, which they keep.
     """
 
     weight: float
@@ -37,7 +38,7 @@ class RoundSums:
     round_s: float
     offsets_s: Sequence[float]
     contributions: Sequence[tuple[int, int]]
-    used: Sequence[float]
+    used: Sequence[bool]
     _split_hyperparameters: Sequence[float]
 
     @property
@@ -86,12 +87,15 @@ class TrailerLayout:
 
         Args:
             position: the member's position; only position 0 contributes hyperparameters.
+            weight: of its gradients; 0 if it has no new ones.
+            has_gradient: by parameter; the gradients of a member without weight count in `used` only if
+                there are no others.
         """
         values = [0.0] * self.length
         values[:_FLAGS] = weight, float(is_stale), float(writes), float(is_preempted), round_s
         values[_FLAGS + position] = offset_s
         first = self._used_start
-        values[first : first + self.parameters] = map(float, has_gradient)
+        values[first : first + self.parameters] = used_counts(has_gradient, weight, self.capacity)
         if position == 0:
             values[first + self.parameters :] = split_float64(hyperparameters)
         return values
@@ -114,6 +118,25 @@ class TrailerLayout:
             round_s=round_s,
             offsets_s=values[_FLAGS : _FLAGS + size],
             contributions=[(int(values[own]), int(values[late])) for own, late in indices],
-            used=values[first : first + self.parameters],
+            used=decode_used(values[first : first + self.parameters], size),
             _split_hyperparameters=values[first + self.parameters :],
         )
+
+
+def used_counts(has_gradient: Sequence[bool], weight: float, size: int) -> list[float]:
+    """Return by parameter what a member adds to the counts of `decode_used`.
+
+    One member with weight suffices, without weight all members are needed.
+
+    Args:
+        has_gradient: by parameter, whether the member has a gradient.
+        weight: of the member's gradients.
+        size: of the group, or more.
+    """
+    count = float(size) if weight else 1.0
+    return [count * one for one in has_gradient]
+
+
+def decode_used(counts: Sequence[float], size: int) -> list[bool]:
+    """Return `RoundSums.used` from the sums of all members' counts in a group of this size."""
+    return [count >= size for count in counts]

@@ -9,7 +9,8 @@ Threads. The training loop calls `send_event`, `raise_if_failed`, `pause` and `w
 socket. Messages and lost connections are processed in the I/O thread, which notifies all waiting threads
 after every message. `protocol` is the strategy's `WorkerProtocol`, an object without I/O; both threads use it
 under `lock` only. The `on_*` callbacks run in the I/O thread, outside the lock; all links wait while they
-run.
+run. A thread in `wait_for` calls `find_due_work` under the lock and does that work outside it; any thread may
+make work due, and then calls `wake`.
 
 Actions. This client applies those that every job has: which workers take part, how far an epoch or the job
 is, what a checkpoint holds, validations. All others belong to the strategy: `protocol` applies them, its

@@ -47,6 +47,7 @@ from offbeat.runtime.training.hooks import (
     only_in_this_process,
 )
 from offbeat.runtime.training.pass_timer import PassTimer
+from offbeat.runtime.training.saved_gradients import SavedGradients
 
 Overlap: TypeAlias = Literal["none", "backward", "forward"]
 
@@ -127,6 +128,7 @@ class LayerAverager:
         self._deferral = StepDeferral(optimizers, self._rounds)
         self.is_preempted = False
         self._pending_gradients = PendingGradients(self._parameters)
+        self._saved_gradients = SavedGradients()
         self._backward = BackwardPass(self._end_pass)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
@@ -214,8 +216,11 @@ class LayerAverager:
             self._skips_exchange = before
 
     def set_batch_weight(self, batches: float) -> None:
-        """Set the weight of the next backward passes, 1 for a whole batch."""
+        """Set the weight of the next backward passes, 1 for a whole batch; with 0 they have no effect."""
         self._batch_weight = batches
+        self._saved_gradients.forget()
+        if not batches:
+            self._saved_gradients.save(self._parameters, are_outdated=self.has_no_pending_gradient)
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         self._rounds.raise_if_failed()
@@ -304,6 +309,8 @@ class LayerAverager:
         step = self._deferral.step
         if step is not None and not step.was_waited_for(index):
             raise self._early_use_error(entry)
+        if not self._leaves_gradients:
+            self._saved_gradients.put_back([parameter])
         if self._skips_exchange:
             return
         assert self._round is not None
@@ -338,6 +345,7 @@ class LayerAverager:
         if not self._is_planned:
             self._planner.on_pass_ended()
         self._passes.end_pass()
+        self._saved_gradients.put_back()
         if self._skips_exchange:
             self._unsent_weight += self._batch_weight
             self._context.timer.switch("other")
@@ -359,12 +367,11 @@ class LayerAverager:
     def _exchange_now(self) -> None:
         """Average gradients that were accumulated or set by hand; every member has to call it."""
         self._forms.check()
+        self._pending_gradients.resolve_all()
         weight = self._unsent_weight
-        if not weight and self._pending_gradients.has_others:
+        if not weight and self._pending_gradients.has_new_gradients:
             weight = self._batch_weight
         self._begin_round(weight)
-        for entry in range(len(self._parameters)):
-            self._pending_gradients.resolve(entry)
         self._send_round()
         self._complete_means(self._round)
 
@@ -390,13 +397,12 @@ class LayerAverager:
 
     def _set_pending_gradients(self, round_: GradientRound) -> None:
         """Set the gradients to pending ones, before the means have arrived."""
-        used = round_.wait_for_used()
-        if round_.weight == 0.0:  # no member has a new gradient: those of the last step stay
-            return
         wait = partial(self._complete_means, round_)
-        for entry, is_used in enumerate(used):
-            pending = PendingGradient.create(round_.mean(entry), wait) if is_used else None
-            self._pending_gradients.set(entry, pending)
+        for entry, is_used in enumerate(round_.wait_for_used()):
+            if not is_used:
+                self._pending_gradients.set(entry, None)
+            elif round_.weight != 0.0:  # else no member has a new gradient, and that of the last step stays
+                self._pending_gradients.set(entry, PendingGradient.create(round_.mean(entry), wait))
 
     def _complete_means(self, round_: GradientRound | None) -> None:
         """Wait for all means of a round, one of which the program reads.
@@ -412,7 +418,6 @@ class LayerAverager:
             round_.wait(index)
             round_.finalize(index)
         self._context.timer.switch(part)
-        self._pending_gradients.note_means()
         round_.was_read = True
 
     # The step ------------------------------------------------------------------------------------------
@@ -434,8 +439,7 @@ class LayerAverager:
             self._deferral.defer(round_)
             self._pending_gradients.set_aside(self._deferral.is_held)
         else:
-            for entry in range(len(self._parameters)):
-                self._pending_gradients.resolve(entry)
+            self._pending_gradients.resolve_all()
 
     def _can_defer(self, round_: GradientRound) -> bool:
         """Whether the step can be deferred: the program has read no gradient and replaced none."""
@@ -510,8 +514,7 @@ class LayerAverager:
         """
         if not self._rounds.has_failed:
             self.apply_deferred_step()
-            for entry in range(len(self._parameters)):
-                self._pending_gradients.resolve(entry)
+            self._pending_gradients.resolve_all()
 
 
 _drains: weakref.WeakKeyDictionary[nn.Module, Callable[[], None]] = weakref.WeakKeyDictionary()

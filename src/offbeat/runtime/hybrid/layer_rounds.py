@@ -27,6 +27,7 @@ from offbeat.runtime.averaging.interface import (
     split_float64,
 )
 from offbeat.runtime.averaging.staged_buckets import make_buckets
+from offbeat.runtime.averaging.trailer import decode_used, used_counts
 from offbeat.runtime.collectives.compressed_sum import EXCHANGES_MAX
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange
@@ -237,7 +238,7 @@ class GradientRound:
         gradient_counts: by parameter, how often its gradient has been computed.
         is_sent: all buckets have been launched.
         weight: the sum of all members' factors, None before it is known.
-        used: by parameter, whether a member has a gradient; empty before that is known.
+        used: see `RoundSums`; empty before that is known.
         was_read: the program has read one of its means.
         settings: by parameter group, the hyperparameters when the optimizer stepped; empty before.
     """
@@ -365,7 +366,7 @@ class GradientRound:
         rounds = self._rounds
         self._written = rounds.context.writes.pop()
         self._has_gradient = [
-            bool(self._scale) and (is_packed or parameter.grad is not None)
+            (bool(self._scale) and is_packed) or parameter.grad is not None
             for is_packed, parameter in zip(self._is_packed, rounds.parameters, strict=True)
         ]
         with torch.no_grad():
@@ -393,9 +394,8 @@ class GradientRound:
                     parts = split_float64(rounds.context.hyperparameters())
                     shared = [0.0] * len(parts) if rounds.position else parts
                     flags = [self._scale, len(self._written), rounds.context.has_preemption_signal]
-                    view.copy_(
-                        torch.tensor([*flags, *self._has_gradient, *shared], dtype=view.dtype, device="cpu")
-                    )
+                    used = used_counts(self._has_gradient, self._scale, rounds.size)
+                    view.copy_(torch.tensor([*flags, *used, *shared], dtype=view.dtype, device="cpu"))
                 elif rounds.position:
                     view.zero_()
                 else:
@@ -447,14 +447,14 @@ class GradientRound:
         self._is_final[index] = True
 
     def wait_for_used(self) -> list[bool]:
-        """Return by parameter whether a member has a gradient.
+        """Return `used`.
 
-        If this worker lacks one, it waits for the trailer, which has the other members' flags.
+        If this worker lacks a gradient, or has no weight, it waits for the trailer.
 
         Raises:
             WorkerError: a member was lost, or did not join the exchange within the deadline.
         """
-        if all(self._has_gradient):
+        if self._scale and all(self._has_gradient):
             return self._has_gradient
         self._wait_for_auxiliary()
         return self.used
@@ -500,7 +500,7 @@ class GradientRound:
                 check_all_wrote(self._written, written, rounds.size)
                 if signalled and rounds.preemption_step is None:
                     rounds.preemption_step = self._step
-                self.weight, self.used = weight, [bool(one) for one in rest[:count]]
+                self.weight, self.used = weight, decode_used(rest[:count], rounds.size)
                 if rounds.position:
                     rounds.context.apply_hyperparameters(join_float64(rest[count:]), self.settings or None)
             elif rounds.position:

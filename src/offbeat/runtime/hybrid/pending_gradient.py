@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_map_only
 
+from offbeat.runtime.averaging.averaged_gradients import AveragedGradients
 from offbeat.torch_compat import without_subclass_functions
 
 
@@ -17,9 +18,13 @@ class PendingGradient(torch.Tensor):
 
     So code that needs gradients before the optimizer steps (clipping, a gradient scaler, a print) gets the
     means, and a program without such code never waits.
+
+    Attributes:
+        mean_version: the version of the mean when it was first waited for; None before that.
     """
 
     _wait: Callable[[], None]
+    mean_version: int | None = None
 
     @classmethod
     def create(cls, mean: torch.Tensor, wait: Callable[[], None]) -> Self:
@@ -45,7 +50,10 @@ class PendingGradient(torch.Tensor):
         """Wait, and return the gradient as a plain tensor."""
         self._wait()
         with without_subclass_functions():
-            return self.as_subclass(torch.Tensor)
+            mean = self.as_subclass(torch.Tensor)
+            if self.mean_version is None:
+                self.mean_version = mean._version
+            return mean
 
 
 class PendingGradients:
@@ -60,39 +68,31 @@ class PendingGradients:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._given: list[weakref.ref[PendingGradient] | None] = [None] * len(parameters)
-        self._resolved: list[weakref.ref[torch.Tensor] | None] = [None] * len(parameters)
-        self._versions: list[int | None] = [None] * len(parameters)  # of the means; None before they arrive
+        self._resolved = AveragedGradients(parameters)
         self._set_aside: list[torch.Tensor | None] = []  # gradients that an optimizer must not see
 
     def set(self, entry: int, pending: PendingGradient | None) -> None:
         """Set a parameter's gradient; None where no worker has one."""
         self._parameters[entry].grad = pending
         self._given[entry] = None if pending is None else weakref.ref(pending)
-        self._resolved[entry] = self._versions[entry] = None
 
     def resolve(self, entry: int) -> None:
         """Replace a pending gradient by a plain tensor; wait for it."""
         if self._is_pending(entry):
             pending = self._parameters[entry].grad
             assert isinstance(pending, PendingGradient)
-            self._parameters[entry].grad = mean = pending.wait()
-            self._resolved[entry] = weakref.ref(mean)
+            self._resolved.set_mean(entry, pending.wait(), pending.mean_version)
         self._given[entry] = None
 
-    def note_means(self) -> None:
-        """Note that the means have arrived: from now on only the program changes them."""
-        for entry, given in enumerate(self._given):
-            if given is not None and (pending := given()) is not None:
-                with without_subclass_functions():
-                    self._versions[entry] = pending._version
+    def resolve_all(self) -> None:
+        """Replace all pending gradients by plain tensors; wait for them."""
+        for entry in range(len(self._parameters)):
+            self.resolve(entry)
 
     @property
-    def has_others(self) -> bool:
-        """Whether there is a gradient that no round has left there, or that was changed since."""
-        return any(
-            parameter.grad is not None and not self._is_mean(entry, parameter.grad)
-            for entry, parameter in enumerate(self._parameters)
-        )
+    def has_new_gradients(self) -> bool:
+        """See `AveragedGradients.has_new_gradients`; no gradient may be pending."""
+        return self._resolved.has_new_gradients
 
     def drop(self) -> None:
         """Remove all that are still pending: the job has failed."""
@@ -121,14 +121,6 @@ class PendingGradients:
             if gradient is not None:
                 parameter.grad = gradient
         self._set_aside = []
-
-    def _is_mean(self, entry: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is the unchanged mean that the parameter was given, resolved or not."""
-        resolved, version = self._resolved[entry], self._versions[entry]
-        if not self._is_pending(entry) and (resolved is None or resolved() is not gradient):
-            return False
-        with without_subclass_functions():
-            return version is None or version == gradient._version
 
     def _is_pending(self, entry: int) -> bool:
         given, gradient = self._given[entry], self._parameters[entry].grad
