@@ -278,6 +278,7 @@ class BucketSet:
             self.group.exchange,
             exchange_id=self._exchange_id,
             index=self.launched * self._index_stride,
+            algorithm=self.group.algorithm,
         )
         self.launched += 1
 
@@ -396,6 +397,7 @@ class BucketSet:
                     self.group.exchange,
                     exchange_id=self._binding.membership.exchange_id,
                     index=index * self._index_stride,
+                    algorithm=self.group.algorithm,
                 )
         self.group = self.scale = None
 

@@ -1,0 +1,77 @@
+"""Gradients that are summed hierarchically, with real workers: equal means, and a ring after a loss.
+
+The workers are on one host, where no hierarchy is chosen: the synchronizer of these tests takes it anyway.
+"""
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.runtime.averaging.synchronizer import GroupSynchronizer
+from offbeat.strategies import AllReduce, PartialAllReduce
+from support.processes import run, values
+
+WORKERS, STEPS, LAST_STEP_OF_ALL = 4, 6, 3
+HIERARCHY = "hierarchical:2"
+
+
+class Hierarchical(GroupSynchronizer):
+    """Sums hierarchically, however fast that is."""
+
+    def _choose_exchange(self, client, binding, handle):
+        binding.replace_exchange(handle.exchange, HIERARCHY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalAllReduce(AllReduce):
+    def make_synchronizer(self, loop, trained):
+        made = super().make_synchronizer(loop, trained)
+        made.__class__ = Hierarchical
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class HierarchicalPartial(PartialAllReduce):
+    def make_synchronizer(self, loop, trained):
+        made = super().make_synchronizer(loop, trained)
+        made.__class__ = Hierarchical
+        return made
+
+
+def trained(rank, emit, strategy, dying=None):
+    """The weights, and by step the algorithm: worker r has the gradient r + 1 in all elements."""
+    model = nn.Linear(70, 30, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    algorithms = []
+    with offbeat.join(model, optimizer, strategy) as session:
+        for step in range(STEPS):
+            if rank == dying and step == LAST_STEP_OF_ALL:
+                os._exit(1)
+            optimizer.zero_grad()
+            ((rank + 1) * model.weight.sum()).backward()
+            optimizer.step()
+            algorithms.append(session._synchronizer.binding.handle.algorithm)
+    return sorted({*model.weight.flatten().tolist()}), algorithms
+
+
+@pytest.mark.parametrize("strategy", [HierarchicalAllReduce(), HierarchicalPartial()], ids=["bsp", "partial"])
+def test_all_workers_get_the_mean_by_a_hierarchy(strategy):
+    mean = (1 + 2 + 3 + 4) / 4
+    for weights, algorithms in values(run(trained, WORKERS, strategy)):
+        assert weights == [-STEPS * mean]
+        assert algorithms == [HIERARCHY] * STEPS
+
+
+def test_after_the_loss_of_a_worker_the_others_get_their_mean_by_a_ring():
+    *others, lost = run(trained, WORKERS, HierarchicalPartial(), WORKERS - 1)
+    assert lost.exitcode == 1
+    sum_of_all = LAST_STEP_OF_ALL * (1 + 2 + 3 + 4) / 4
+    sum_without = (STEPS - LAST_STEP_OF_ALL) * (1 + 2 + 3) / 3
+    for weights, algorithms in values(others):
+        assert weights == [-(sum_of_all + sum_without)]
+        assert algorithms == [HIERARCHY] * LAST_STEP_OF_ALL + ["ring"] * (STEPS - LAST_STEP_OF_ALL)
