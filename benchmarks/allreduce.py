@@ -4,6 +4,9 @@ Four network namespaces on one machine, each shaped to the rate, stand for four 
 Blocks of consecutive all-reduces alternate between the sides in one run: the ring over links, the other
 algorithms over links, gloo, and plain sockets. The sockets move as many bytes as the ring and sum nothing:
 they show the limit of the lines and this machine.
+
+Then two namespaces with four workers each sum the largest vector, by the flat ring and by the hierarchical
+all-reduce, and choose between the two as workers do at a job's start.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -23,14 +26,18 @@ import torch.distributed as dist
 
 from benchmarks.commands import AllreduceOptions
 from benchmarks.gloo import GlooSide, bound_s
-from benchmarks.namespaces import hosts
+from benchmarks.namespaces import Host, hosts
 from benchmarks.sockets import SocketRing
 from benchmarks.workers import read_settings, run_workers, send_result
 from offbeat.cli.result import Result, machine
 from offbeat.errors import OffbeatError
+from offbeat.numerics.collectives.hosts import hierarchy_of
 from offbeat.numerics.collectives.schedules import ALGORITHMS
+from offbeat.runtime.averaging.exchange_choice import Candidate, choose_exchange
+from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.control.environment import read_environment
+from offbeat.runtime.devices.host import Host as LocalHost
 from offbeat.runtime.launch import find_free_port
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.torch_compat import default_store
@@ -38,6 +45,9 @@ from offbeat.torch_compat import default_store
 SIZES_BYTES = {"35KB": 35_000, "600KB": 600_000, "5MB": 5_000_000, "67MB": 67_000_000}
 _ROUNDS = {"35KB": 40, "600KB": 20, "5MB": 6, "67MB": 2}
 _OTHERS = tuple(algorithm for algorithm in ALGORITHMS if algorithm != "ring")
+_LARGEST = "67MB"
+_HOSTS, _WORKERS_PER_HOST = 2, 4
+_HIERARCHY = f"hierarchical:{_WORKERS_PER_HOST}"
 _DEADLINE_S = 120.0
 _Side = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -46,22 +56,11 @@ def run(options: AllreduceOptions, *, command: str) -> Result:
     """Measure all sizes, in temporary network namespaces; needs root."""
     workers, rate_bit_per_s = options.workers, options.rate_mbit * 1_000_000
     with hosts(workers, rate_bit_per_s=rate_bit_per_s) as made:
-        settings = {
-            "addresses": [host.address for host in made],
-            "interface": made[0].interface,
-            "port": find_free_port(),
-            "sizes": list(SIZES_BYTES),
-            "blocks": options.blocks,
-            "seed": options.seed,
-        }
-        times_s = run_workers(
-            "benchmarks.allreduce",
-            settings,
-            workers,
-            prefix=[host.prefix for host in made],
-            master_addr=made[0].address,
-        )
+        times_s = _run_sides(options, made, list(SIZES_BYTES), _OTHERS)["times_s"]
         congestion_control = made[0].congestion_control
+    with hosts(_HOSTS, rate_bit_per_s=rate_bit_per_s) as made:
+        places = [host for host in made for _ in range(_WORKERS_PER_HOST)]
+        by_hosts = _run_sides(options, places, [_LARGEST], (_HIERARCHY,))
     rows, figures = [], {}
     for size, nbytes in SIZES_BYTES.items():
         least_s = bound_s(nbytes, workers, rate_bit_per_s)
@@ -84,6 +83,11 @@ def run(options: AllreduceOptions, *, command: str) -> Result:
                     "ratio_to_bound": median(all_s) / least_s,
                 }
             )
+    ring_s, hierarchical_s = (median(by_hosts["times_s"][_LARGEST][side]) for side in ("links", _HIERARCHY))
+    figures[f"hierarchical_to_flat_ratio_{_LARGEST}"] = hierarchical_s / ring_s
+    trial_s = by_hosts["trial_s"]
+    figures["hierarchical_to_flat_ratio_trial"] = trial_s[_HIERARCHY] / trial_s["ring"]
+    figures["trial_duration_s"] = by_hosts["trial_duration_s"]
     return Result(
         name="allreduce",
         command=command,
@@ -95,8 +99,35 @@ def run(options: AllreduceOptions, *, command: str) -> Result:
     )
 
 
+def _run_sides(
+    options: AllreduceOptions, places: Sequence[Host], sizes: list[str], algorithms: Sequence[str]
+) -> dict[str, Any]:
+    """Run a worker at each place; return what `main` sends."""
+    settings = {
+        "addresses": [host.address for host in places],
+        "interface": places[0].interface,
+        "port": find_free_port(),
+        "sizes": sizes,
+        "algorithms": algorithms,
+        "blocks": options.blocks,
+        "seed": options.seed,
+    }
+    found: dict[str, Any] = run_workers(
+        "benchmarks.allreduce",
+        settings,
+        len(places),
+        prefix=[host.prefix for host in places],
+        master_addr=places[0].address,
+    )
+    return found
+
+
 def main() -> None:
-    """Run the sides in alternation, as one worker; rank 0 sends the seconds per all-reduce of each block."""
+    """Run the sides in alternation, as one worker; rank 0 sends the results.
+
+    They are by size and side the seconds per all-reduce of each block and, with several workers a host, the
+    seconds that each algorithm took in the trial by which workers choose, and that the trial took.
+    """
     settings = read_settings(sys.argv)
     torch.set_num_threads(1)
     environment = read_environment()
@@ -109,10 +140,11 @@ def main() -> None:
         exchange = LinkExchange(endpoint, names, rank)
         ids = iter(range(2**31))
 
-        sums = {nbytes: torch.empty(nbytes // 4) for nbytes in SIZES_BYTES.values()}
+        memory = TensorMemory(endpoint, LocalHost())
+        sums = {size: memory.zeros(SIZES_BYTES[size] // 4, torch.float32) for size in settings["sizes"]}
 
         def over_links(tensor: torch.Tensor, algorithm: str = "ring") -> torch.Tensor:
-            into = sums[tensor.nbytes]
+            into = sums[size]
             exchange.all_reduce(tensor, into, exchange_id=next(ids), algorithm=algorithm).wait(_DEADLINE_S)
             return into
 
@@ -128,11 +160,23 @@ def main() -> None:
                     ring.move(2 * (world - 1) * tensor.nbytes // world)
 
                 sides: dict[str, _Side] = {"links": over_links, "gloo": over_gloo, "sockets": over_sockets}
-                sides |= {other: partial(over_links, algorithm=other) for other in _OTHERS}
-                times_s[size] = _measure(sides, size, settings)
+                sides |= {other: partial(over_links, algorithm=other) for other in settings["algorithms"]}
+                times_s[size] = _measure(sides, size, settings, memory)
                 dist.barrier()
+        found: dict[str, Any] = {"times_s": times_s}
+        if hierarchy_of(addresses) is not None:
+            began_s = time.perf_counter()
+            choice = choose_exchange(
+                {one: Candidate(exchange, one) for one in ("ring", *settings["algorithms"])},
+                exchange,
+                memory,
+                SIZES_BYTES[_LARGEST],
+                next_exchange_id=partial(next, ids),
+                timeout_s=_DEADLINE_S,
+            )
+            found |= {"trial_s": choice.times_s, "trial_duration_s": time.perf_counter() - began_s}
         if rank == 0:
-            send_result(times_s)
+            send_result(found)
         endpoint.close()
 
 
@@ -159,7 +203,7 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
         on_message=lambda peer, payload: None,
         on_lost=lambda error: print(error, file=sys.stderr),
         host=addresses[rank],
-        unix=len(set(addresses)) == 1,
+        unix=len(set(addresses)) < len(addresses),
     )
     store = default_store()
     store.set_timeout(timedelta(seconds=_DEADLINE_S))
@@ -170,7 +214,9 @@ def _open_links(rank: int, addresses: list[str]) -> Endpoint:
     return endpoint
 
 
-def _measure(sides: Mapping[str, _Side], size: str, settings: dict[str, Any]) -> dict[str, list[float]]:
+def _measure(
+    sides: Mapping[str, _Side], size: str, settings: dict[str, Any], memory: TensorMemory
+) -> dict[str, list[float]]:
     """Return each block's mean seconds per all-reduce; the first block warms up and checks the sum.
 
     A side that returns None sums nothing.
@@ -179,10 +225,11 @@ def _measure(sides: Mapping[str, _Side], size: str, settings: dict[str, Any]) ->
     own = torch.randint(-8, 8, (SIZES_BYTES[size] // 4,), generator=generator).float()
     expected = own.clone()
     dist.all_reduce(expected)
+    tensor = memory.zeros(own.numel(), own.dtype)
     times_s: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(settings["blocks"] + 1):
         for side in list(sides)[:: 1 if block % 2 else -1]:
-            tensor = own.clone()
+            tensor.copy_(own)
             dist.barrier()
             if not block:
                 total = sides[side](tensor)

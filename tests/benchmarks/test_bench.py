@@ -169,6 +169,11 @@ def test_allreduce_gives_the_ratios_for_each_size():
         for size in sizes
         for name in [*(f"{ratio}_{size}" for ratio in ratios), *(other.format(size) for other in others)]
     ]
+    names += [
+        "hierarchical_to_flat_ratio_67MB",
+        "hierarchical_to_flat_ratio_trial",
+        "trial_duration_s",
+    ]
     assert list(result.figures) == names
     assert result.machine["line_mbit_per_s"] == 4000
     assert all(row["ratio_to_bound"] > 1 for row in result.rows if row["size"] == "67MB")

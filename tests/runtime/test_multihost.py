@@ -71,6 +71,7 @@ try:
                         if peer.link is not None
                     }
                     addresses = list(links.addresses)
+                    algorithm = session._synchronizer.binding.handle.algorithm
                 loss.backward()
                 losses.append(loss.item())
                 optimizer.step()
@@ -81,7 +82,13 @@ except offbeat.WorkerError as error:
     raise
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 report(
-    step=session.step, digest=digest, first=losses[0], last=losses[-1], families=families, addresses=addresses
+    step=session.step,
+    digest=digest,
+    first=losses[0],
+    last=losses[-1],
+    families=families,
+    addresses=addresses,
+    algorithm=algorithm,
 )
 """
 
@@ -140,10 +147,10 @@ class Launch:
 
 
 @contextmanager
-def launch(tmp_path, **options):
+def launch(tmp_path, *, rate_bit_per_s=None, **options):
     mark = uuid.uuid4().hex
     with ExitStack() as stack:
-        places = stack.enter_context(hosts(2))
+        places = stack.enter_context(hosts(2, rate_bit_per_s=rate_bit_per_s))
         launched = Launch(places, tmp_path, mark, **options)
         try:
             yield launched
@@ -171,8 +178,16 @@ def test_torchrun_on_two_hosts_trains_to_the_end_with_equal_replicas(tmp_path):
             number = 0 if peer == "coordinator" else int(peer.removeprefix("worker-"))
             expected = "AF_UNIX" if number // 2 == rank // 2 else "AF_INET"
             assert family == expected, f"worker {rank} to {peer}"
-    # In the ring 0-1-2-3, worker 0 is connected to 1 on its host and to 3 on the other.
-    assert {"coordinator", "worker-1", "worker-3"} <= set(reports[0]["families"])
+    # Worker 0 is connected to 1 on its host and, by the trial of a hierarchy, to the first of the other host.
+    assert {"coordinator", "worker-1", "worker-2"} <= set(reports[0]["families"])
+
+
+def test_on_a_slow_line_between_hosts_all_workers_choose_a_hierarchy_and_have_equal_replicas(tmp_path):
+    with launch(tmp_path, steps=10, rate_bit_per_s=5_000_000) as launched:
+        assert launched.codes() == [0, 0], launched.output()
+    reports = launched.reports()
+    assert [result["algorithm"] for result in reports.values()] == ["hierarchical:2"] * 4
+    assert len({result["digest"] for result in reports.values()}) == 1
 
 
 def test_a_master_whose_own_name_resolves_to_a_loopback_address_is_reached(tmp_path):

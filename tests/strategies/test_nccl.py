@@ -52,9 +52,9 @@ class OverGloo(GroupSynchronizer):
 class Gloo(OverGloo):
     """Uses gloo, however fast it is."""
 
-    def _choose_exchange(self, client, binding, links):
+    def _choose_exchange(self, client, binding, handle):
         self._nccl = self._open_nccl(0.0)
-        binding.replace_exchange(self._nccl)
+        binding.replace_exchange(self._nccl, "ring")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,6 +217,7 @@ class SimulatedGroup(SimulatedLinks):
             self.membership.generation += 1
             self._handle = GroupHandle(
                 exchange=SimulatedExchange(self),
+                algorithm="ring",
                 members=tuple(range(self._size)),
                 position=self.position,
                 weight=1.0,

@@ -147,4 +147,5 @@ class GroupAveraging:
             survives_worker_loss=self.survives_worker_loss,
             allows_nccl=not self.survives_worker_loss,
             assigns_samples=self.shards == "dynamic",
+            allows_hierarchy=self.compress in (None, AUTO),
         )

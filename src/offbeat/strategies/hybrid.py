@@ -129,4 +129,5 @@ class Hybrid:
             survives_worker_loss=False,
             allows_nccl=False,
             assigns_samples=False,
+            allows_hierarchy=False,
         )

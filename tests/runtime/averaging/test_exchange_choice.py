@@ -1,4 +1,4 @@
-"""The choice between exchanges, measured between real processes: torch.distributed's gloo and links."""
+"""The choice of how gradients travel, measured between real processes: torch.distributed's gloo and links."""
 
 import itertools
 
@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offbeat.runtime.averaging.exchange_choice import choose_by_slowest, choose_exchange
+from offbeat.runtime.averaging.exchange_choice import (
+    Candidate,
+    ExchangeChoice,
+    choose_by_slowest,
+    choose_exchange,
+    next_size_bytes,
+)
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
 from offbeat.runtime.collectives.torch_exchange import TorchExchange
@@ -15,7 +21,7 @@ from offbeat.runtime.transport.endpoint import Endpoint
 from support.processes import run, values
 
 DEADLINE_S = 30.0
-WORKERS = 2
+WORKERS = 4
 
 
 def gathered(value):
@@ -35,58 +41,62 @@ def links_between_all(rank):
     return endpoint
 
 
-class Counted:
-    """Another exchange, and how many bytes it has summed."""
+class Recorded:
+    """Another exchange; records the bytes that it sums, by algorithm, and what this worker gathers."""
 
     def __init__(self, exchange):
-        self._exchange, self.device, self.bytes = exchange, exchange.device, 0
+        self._exchange, self.device = exchange, exchange.device
+        self.size, self.position = exchange.size, exchange.position
+        self.summed, self.given = {}, []
 
-    def all_reduce(self, flat, into, **options):
-        self.bytes += flat.nbytes
-        return self._exchange.all_reduce(flat, into, **options)
+    def all_reduce(self, flat, into, *, algorithm, **options):
+        self.summed.setdefault(algorithm, []).append(flat.nbytes)
+        return self._exchange.all_reduce(flat, into, algorithm=algorithm, **options)
+
+    def all_gather(self, flat, **options):
+        self.given.append(flat.chunk(self.size)[self.position].tolist())
+        return self._exchange.all_gather(flat, **options)
 
 
 def chosen(rank, emit, model_bytes):
-    """The choice of this worker, what each exchange has summed, and what the workers had measured."""
+    """The choice of this worker, what was summed in each way, what it had measured, and its next id."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     endpoint = links_between_all(rank)
-    links = LinkExchange(endpoint, [f"worker-{other}" for other in range(WORKERS)], rank)
-    exchanges = {"gloo": Counted(TorchExchange(dist.group.WORLD, Host())), "links": Counted(links)}
-    told = []
-
-    def gather(text):
-        told.extend(gathered(text))
-        return told
-
+    links = Recorded(LinkExchange(endpoint, [f"worker-{other}" for other in range(WORKERS)], rank))
+    gloo = Recorded(TorchExchange(dist.group.WORLD, Host()))
+    candidates = {
+        "gloo": Candidate(gloo),
+        "links": Candidate(links),
+        "links (hierarchical:2)": Candidate(links, "hierarchical:2"),
+    }
+    ids = itertools.count()
     choice = choose_exchange(
-        exchanges,
+        candidates,
+        links,
         TensorMemory(endpoint, Host()),
         model_bytes,
-        next_exchange_id=itertools.count().__next__,
-        gather=gather,
+        next_exchange_id=ids.__next__,
         timeout_s=DEADLINE_S,
     )
     dist.barrier()
     endpoint.close()
     dist.destroy_process_group()
-    return choice, [one.bytes for one in exchanges.values()], told
+    return choice, [*gloo.summed.values(), *links.summed.values()], links.given, next(ids)
 
 
-@pytest.mark.parametrize(
-    ("model_bytes", "measured_bytes"), [(4_000, 4_000), (9_000_000, 9_000_000), (10**9, 2**24)]
-)
-def test_all_workers_choose_the_same_exchange_by_times_that_they_have_measured(model_bytes, measured_bytes):
+@pytest.mark.parametrize("model_bytes", [4_000, 9_000_000, 10**9])
+def test_all_workers_choose_the_same_by_times_that_they_have_measured(model_bytes):
     seen = values(run(chosen, WORKERS, model_bytes))
-    (choice, summed, told), (other, _, _) = seen
-    assert choice == other
-    assert choice.size_bytes == measured_bytes
-    rounds = summed[0] // measured_bytes
-    assert rounds > 1
-    assert summed == [rounds * (measured_bytes + 4)] * 2  # a trailer of one number
-    assert len(set(told)) == WORKERS  # each has measured for itself
-    assert choice.times_s[choice.name] == min(choice.times_s.values())
-    assert min(choice.times_s.values()) > 0
+    choice, summed, *_ = seen[0]
+    assert all(other == choice for other, *_ in seen)
+    assert len({next_id for *_, next_id in seen}) == 1  # all go on with the same id
+    assert choice.size_bytes <= min(model_bytes, 2**24)
+    assert len(summed) == 3
+    assert summed[0] == summed[1] == summed[2]  # each candidate has the same work
+    assert summed[0][0] == min(model_bytes, 2**16) + 4  # and a trailer of one number
+    assert [*choice.times_s.values()] == [max(given[-1][i] for *_, given, _ in seen) for i in range(3)]
+    assert len({str(given) for *_, given, _ in seen}) == WORKERS  # each has measured for itself
 
 
 def test_the_slowest_worker_decides():
@@ -97,5 +107,26 @@ def test_the_slowest_worker_decides():
     assert str(choice) == "gradients travel by links: 8.0 MB took 5.00 ms by NCCL, 4.00 ms by links"
 
 
-def test_of_two_that_are_equally_fast_all_choose_the_first():
-    assert choose_by_slowest(8, [{"NCCL": 0.002, "links": 0.002}]).name == "NCCL"
+@pytest.mark.parametrize(
+    ("nccl_s", "ring_s", "hierarchy_s", "name"),
+    [
+        (2.0, 2.0, 2.0, "NCCL"),
+        (2.0, 1.85, 1.85, "NCCL"),
+        (2.0, 1.75, 1.6, "ring"),
+        (2.0, 1.75, 1.5, "hierarchy"),
+        (2.0, 1.95, 1.75, "hierarchy"),
+        (1.0, 1.9, 1.0, "NCCL"),
+    ],
+)
+def test_a_candidate_has_to_save_a_tenth_of_the_time_of_the_one_before_it(nccl_s, ring_s, hierarchy_s, name):
+    times_s = {"NCCL": nccl_s, "ring": ring_s, "hierarchy": hierarchy_s}
+    assert choose_by_slowest(8, [times_s]).name == name
+
+
+def test_more_is_measured_while_that_takes_at_most_a_second():
+    # 24 averages with four times the bytes: six by each candidate.
+    fast, slow = ExchangeChoice("a", 1 << 16, {"a": 0.02, "b": 0.02}), {"a": 0.02, "b": 0.022}
+    assert next_size_bytes(fast, 1 << 24) == 1 << 18
+    assert next_size_bytes(fast, 100_000) == 100_000
+    assert next_size_bytes(fast, 1 << 16) is None
+    assert next_size_bytes(ExchangeChoice("a", 1 << 16, slow), 1 << 24) is None

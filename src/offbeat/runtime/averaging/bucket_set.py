@@ -190,6 +190,7 @@ class BucketSet:
                 self.group.exchange,
                 exchange_id=self._binding.membership.exchange_id,
                 index=index * self._index_stride,
+                algorithm=self.group.algorithm,
             )
 
     def _fix_scale(self, weight: float) -> float:
@@ -294,6 +295,7 @@ class BucketSet:
             self.group.exchange,
             exchange_id=self._exchange_id,
             index=self.launched * self._index_stride,
+            algorithm=self.group.algorithm,
         )
         self.launched += 1
 

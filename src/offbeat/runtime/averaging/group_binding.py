@@ -79,6 +79,7 @@ class GroupHandle:
 
     Attributes:
         exchange: over the group's members.
+        algorithm: of its all-reduces, the same on all members; see `Exchange.all_reduce`.
         members: their ids.
         position: this worker's position among them.
         weight: this worker's weight in the mean, times `size`.
@@ -86,6 +87,7 @@ class GroupHandle:
     """
 
     exchange: Exchange
+    algorithm: str
     members: tuple[int, ...]
     position: int
     weight: float
@@ -140,6 +142,7 @@ class GroupBinding:
         self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
+        self._algorithm_of: dict[tuple[int, ...], str] = {}  # by members; else a ring
         self._skip_due_s = 0.0  # end of the grace of the last SkipRound
         self._stops_skipping = False
         self._transfer: Exchange | None = None
@@ -203,10 +206,16 @@ class GroupBinding:
         is_complete = group is not None and group.members[:world] == tuple(range(world))
         return handle if is_complete else None
 
-    def replace_exchange(self, exchange: Exchange) -> None:
-        """Use another exchange over the members of the current group, which never changes."""
+    def replace_exchange(self, exchange: Exchange, algorithm: str) -> None:
+        """Use an exchange over the current group's members, and an algorithm of its all-reduces.
+
+        All members have to call it with the same algorithm. A later group of the same members uses the
+        algorithm too, since each of them knows it: no worker that joins later has the id of an earlier one.
+        Any other group uses a ring. An exchange that is not the handle's needs a group that never changes.
+        """
         assert self._handle is not None
-        self._handle = replace(self._handle, exchange=exchange)
+        self._algorithm_of = {self._handle.members: algorithm}
+        self._handle = replace(self._handle, exchange=exchange, algorithm=algorithm)
         self.exchange_device = exchange.device
         self._fail_if_job_failed(exchange)
 
@@ -417,6 +426,7 @@ class GroupBinding:
         weight = group.weights[position] * len(group.members)
         self._handle = GroupHandle(
             exchange=exchange,
+            algorithm=self._algorithm_of.get(group.members, "ring"),
             members=group.members,
             position=position,
             weight=weight,

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +17,9 @@ from torch.optim import Optimizer
 
 from offbeat.errors import WorkerError
 from offbeat.events import BatchesSkipped, Ready
-from offbeat.runtime.averaging.exchange_choice import choose_exchange
-from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError
+from offbeat.numerics.collectives.hosts import hierarchy_of
+from offbeat.runtime.averaging.exchange_choice import Candidate, choose_exchange
+from offbeat.runtime.averaging.group_binding import GroupBinding, GroupChangedError, GroupHandle
 from offbeat.runtime.averaging.interface import Averager, AveragerContext
 from offbeat.runtime.collectives.interface import Exchange
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -57,6 +57,8 @@ class GroupSynchronizer:
         allows_nccl: NCCL may carry the gradients, where it is faster: all workers take part in all exchanges,
             with tensors that lie where the model lies.
         assigns_samples: samples are assigned as they are needed.
+        allows_hierarchy: workers on several hosts may sum gradients inside hosts and then between them, where
+            that is faster.
 
     Attributes:
         binding: the binding to the group; None in a world of one.
@@ -75,11 +77,12 @@ class GroupSynchronizer:
         survives_worker_loss: bool,
         allows_nccl: bool,
         assigns_samples: bool,
+        allows_hierarchy: bool,
     ) -> None:
         self._loop, self._trained = loop, trained
         self._make_averager, self._timeout_s = make_averager, timeout_s
         self._survives, self._assigns_samples = survives_worker_loss, assigns_samples
-        self._allows_nccl = allows_nccl
+        self._allows_nccl, self._allows_hierarchy = allows_nccl, allows_hierarchy
         self._client: CoordinatorClient | None = None
         self._rendezvous: RendezvousInfo | None = None
         self._nccl: TorchExchange | None = None
@@ -215,8 +218,7 @@ class GroupSynchronizer:
             handle = self.binding.acquire_initial(self._loop.world)
             if handle is not None:
                 self._copy_state(handle.exchange, handle.position, 0, 0)
-                if self._agree_on_nccl():
-                    self._choose_exchange(client, self.binding, handle.exchange)
+                self._choose_exchange(client, self.binding, handle)
                 return
         with client.lock:
             reason = self.binding.membership.change_reason
@@ -243,29 +245,38 @@ class GroupSynchronizer:
         names = rendezvous.gather("device", name)
         return all(names) and len({*names}) == len(names)
 
-    def _choose_exchange(self, client: CoordinatorClient, binding: GroupBinding, links: Exchange) -> None:
-        """Let NCCL carry the gradients if it is faster than the links, as measured on all workers.
+    def _choose_exchange(self, client: CoordinatorClient, binding: GroupBinding, handle: GroupHandle) -> None:
+        """Let gradients travel in the way that is fastest, as measured on all workers, if there are several.
 
         Raises:
             WorkerError: a worker was lost, or did not take part in time.
         """
-        assert self._rendezvous is not None
-        timeout_s = self._timeout_s + COORDINATOR_MARGIN_S
-        self._nccl = self._open_nccl(timeout_s)
-        client.raise_if_failed()  # before `abandon` could know of it
+        timeout_s, links = self._timeout_s + COORDINATOR_MARGIN_S, handle.exchange
+        candidates = {"links": Candidate(links)}
+        if self._agree_on_nccl():
+            self._nccl = self._open_nccl(timeout_s)
+            client.raise_if_failed()  # before `abandon` could know of it
+            candidates = {"NCCL": Candidate(self._nccl), **candidates}
+        if self._allows_hierarchy:
+            hierarchy = hierarchy_of([client.host_of(worker) for worker in handle.members])
+            if hierarchy is not None:
+                candidates[f"links ({hierarchy})"] = Candidate(links, hierarchy)
+        if len(candidates) == 1:
+            return
         choice = choose_exchange(
-            {"NCCL": self._nccl, "links": links},
+            candidates,
+            links,
             binding.memory,
             sum(parameter.nbytes for parameter in self._trained.model.parameters()),
             next_exchange_id=binding.next_exchange_id,
-            gather=partial(self._rendezvous.gather, "times"),
             timeout_s=timeout_s,
         )
+        binding.pop_line_times()  # they are not those of a step
         if self._loop.worker == 0:
             _log.info(str(choice))
-        if choice.name == "NCCL":
-            binding.replace_exchange(self._nccl)
-        else:
+        chosen = candidates[choice.name]
+        binding.replace_exchange(chosen.exchange, chosen.algorithm)
+        if chosen.exchange is links:
             self._close_nccl()
 
     def _open_nccl(self, timeout_s: float) -> TorchExchange:

@@ -234,6 +234,10 @@ class CoordinatorClient:
         """Return the link name of a worker that has joined."""
         return self._peers.link_name(worker)
 
+    def host_of(self, worker: int) -> str:
+        """See `WorkerPeers.host_of`."""
+        return self._peers.host_of(worker)
+
     def send_event(self, *events: Event) -> None:
         """Send events to the coordinator, which sets their time; never blocks."""
         self._channel.send(*events)

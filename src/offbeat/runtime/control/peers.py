@@ -10,6 +10,7 @@ from offbeat.errors import LinkError
 from offbeat.events import Event, Peer, PeerReachable, PeerUnreachable
 from offbeat.runtime.control.configuration import COORDINATOR
 from offbeat.runtime.control.outages import OutageLog
+from offbeat.runtime.transport.addresses import parse_address
 from offbeat.runtime.transport.endpoint import Endpoint
 
 # Two workers that receive nothing from each other leave it to the coordinator, which is connected to both, to
@@ -23,7 +24,7 @@ class WorkerPeers:
 
     Every worker that has not left the job can be connected to. Of each that is unreachable the coordinator
     receives one PeerUnreachable, and one PeerReachable when that is over; the log has the outages of the
-    coordinator too. All methods but `link_name` are called in the I/O thread.
+    coordinator too. All methods but `link_name` and `host_of` are called in the I/O thread.
 
     Args:
         endpoint: this worker's links.
@@ -47,6 +48,7 @@ class WorkerPeers:
         self._silent_s = silent_s
         self._worker_of_peer: dict[str, int] = {}
         self._name_of_worker: dict[int, str] = {}
+        self._address_of_worker: dict[int, str] = {}  # the best one
         self._addresses: dict[str, tuple[str, ...]] = {}  # of the workers that have not left
         self._reported_unreachable: set[str] = set()  # peers reported to the coordinator
         self._is_stopped = False
@@ -55,6 +57,11 @@ class WorkerPeers:
     def link_name(self, worker: int) -> str:
         """Return the link name of a worker that has joined; any thread may call it."""
         return self._name_of_worker[worker]
+
+    def host_of(self, worker: int) -> str:
+        """Return the host of a worker that has joined, by its best address; any thread may call it."""
+        address = parse_address(self._address_of_worker[worker])
+        return address.host_id or address.host
 
     def worker_of(self, peer: str) -> int | None:
         """Return the worker at a link; None if no worker has joined with that name."""
@@ -66,6 +73,7 @@ class WorkerPeers:
             if peer.name in self._worker_of_peer:
                 continue
             self._worker_of_peer[peer.name] = peer.worker
+            self._address_of_worker[peer.worker] = peer.addresses[0]
             self._name_of_worker[peer.worker] = peer.name
             if peer.name != self._endpoint.name:
                 self._addresses[peer.name] = peer.addresses
