@@ -582,6 +582,20 @@ class CompressionOptions:
     seeds: Annotated[int, typer.Option(min=1, help="Accuracy: number of seeds, from --seed on.")] = 3
 
 
+@_benchmark("order", minutes=5, needs="root")
+@dataclass(frozen=True, kw_only=True)
+class OrderOptions:
+    """Step time where workers' gradients come in different orders, or not at all, beside PyTorch's DDP."""
+
+    workers: Workers = 4
+    rate_mbit: RateMbit = 1000
+    batch_size: Annotated[int, typer.Option(min=2, help="Samples of the measured layer times.")] = 8
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of each way with each model.")] = 2
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a block.")] = 5
+    step_ms: StepMs = 1200.0
+    seed: Seed = 0
+
+
 @_benchmark("ps", minutes=3, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class PsOptions:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -288,8 +288,7 @@ class TimedModel(nn.Module):
             self.add_module(name, _timed_copy(name, child, push_times, self._waiter, generator))
         for name, buffer in model.named_buffers(recurse=False):
             _register(self, name, buffer, model)
-        modules = dict(self.named_modules())
-        self._in_order = [modules[layer.name] for layer in times.layers]
+        self.set_order([layer.name for layer in times.layers])
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Return these gradients, by the names of parameters, in all later backward passes."""
@@ -300,6 +299,11 @@ class TimedModel(nn.Module):
                     for own, parameter in module.named_parameters(recurse=False)
                     if parameter.requires_grad
                 )
+
+    def set_order(self, names: Sequence[str]) -> None:
+        """Pass through these layers, in this order, in all later forward passes: others are left out."""
+        modules = dict(self.named_modules())
+        self._in_order = [modules[name] for name in names]
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return logits (B, K), all zero, for samples (B, ...)."""

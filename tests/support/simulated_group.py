@@ -45,8 +45,15 @@ class SimulatedExchange:
 
     def __init__(self, group):
         self._group, self.pending = group, []
+        self._last_call = (-1, -1)
+
+    @property
+    def keeps_order(self):
+        return self._group.keeps_order
 
     def all_reduce(self, flat, into, *, exchange_id, index=0, after=None, external=(), **_):
+        assert not self.keeps_order or (exchange_id, index) > self._last_call
+        self._last_call = exchange_id, index
         pending, group = _Pending(self._group), self._group
         self.pending.append(pending)
         others = group.contribution_of_others(index, flat)
@@ -119,7 +126,10 @@ class SimulatedLinks:
 
     Attributes:
         tensors: what it has allocated on the host.
+        keeps_order: see `Exchange`; checked.
     """
+
+    keeps_order = False
 
     def __init__(self, device):
         self.device, self._late = device, device if device.has_streams else None

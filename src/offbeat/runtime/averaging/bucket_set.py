@@ -6,7 +6,7 @@ This module never decides when a round begins, nor whether it is repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypedDict
 
@@ -40,7 +40,11 @@ class CompressorState(TypedDict):
 
 
 class BucketSet:
-    """Gradients are packed in any order, and their buckets sent in one order, the same on all members.
+    """Gradients are packed in any order, and each bucket is sent when it is full.
+
+    Exchanges over links have numbers, so that members may begin them in different orders: a bucket that lacks
+    a gradient on one member holds up no other bucket, and no order has to be negotiated. Where calls have to
+    be in one order (`Exchange.keeps_order`), a full bucket waits for those before it.
 
     What is packed stays, scaled by one factor, until the round is over: so the round can be repeated with the
     same gradients, even in a group for which the trailer has to be longer. Late gradients are added to this
@@ -59,7 +63,6 @@ class BucketSet:
     Attributes:
         group: for the round under way, None before it is bound.
         scale: factor of the gradients of the round under way, None before the first is packed.
-        launched: the number of buckets that have been sent.
         buffers: of the model.
     """
 
@@ -81,12 +84,12 @@ class BucketSet:
         self._workers, self._bucket_bytes = workers, bucket_bytes
         self.group: GroupHandle | None = None
         self.scale: float | None = None
-        self.launched = 0
         self.buffers = ModelBuffers(model)
         self._own_weight = 0.0  # of this worker's contribution to the round under way
         self._exchange_id: int | None = None  # of the buckets that are being sent
         self._ready_entries: set[int] = set()  # packed during a backward pass
-        self._is_stale = False  # a gradient was packed again after its bucket had been sent
+        self._unused_entries: set[int] = set()  # no gradient is expected of them in the pass under way
+        self._is_stale = False  # a gradient was packed after its bucket had been sent
         self._make_buckets(workers)
 
     def _make_buckets(self, capacity: int) -> None:
@@ -99,9 +102,12 @@ class BucketSet:
             for index, bucket in enumerate(self._buckets)
             for position, entry in enumerate(bucket.entries)
         }
-        # Buckets from here on are launched only after the backward pass: those that hold more than gradients
-        # and, once a gradient has come twice in one pass, all from its bucket on.
-        self._launch_limit = sum(len(bucket.entries) == bucket.gradient_count for bucket in self._buckets)
+        self._unsent = [*range(len(self._buckets))]
+        # Buckets that are launched only after the backward pass: those that hold more than gradients, and
+        # those of which a gradient has come twice in one pass.
+        self._held = {
+            index for index, bucket in enumerate(self._buckets) if len(bucket.entries) > bucket.gradient_count
+        }
 
     def _planned_buckets(self, binding: GroupBinding) -> list[GradientBucket]:
         tensors = [*self._parameters, *self.buffers.tensors()]
@@ -163,21 +169,47 @@ class BucketSet:
         """
         index, _ = self._location_of[entry]
         is_first = entry not in self._ready_entries
-        if self.scale is None:
-            self._prepare()
         self._fix_scale(weight)
         with torch.no_grad():
             self._pack_gradient(entry, add=not is_first)
         self._parameters[entry].grad = None
+        if index not in self._unsent and (not is_first or entry in self._unused_entries):
+            self._is_stale = True
         if not is_first:
-            if index < self.launched:
-                self._is_stale = True
-            self._launch_limit = min(self._launch_limit, index)
+            self._held.add(index)
             return
         self._ready_entries.add(entry)
-        self._buckets[index].missing_count -= 1
-        while self.launched < self._launch_limit and not self._buckets[self.launched].missing_count:
-            self._launch_next()
+        if entry not in self._unused_entries:
+            self._buckets[index].missing_count -= 1
+            self._launch_full()
+
+    def begin_pass(self, unused: Iterable[int], weight: float) -> None:
+        """Let other members begin the round, and buckets be sent without parameters that are not used.
+
+        To be called before the first `add_gradient` of the pass. A gradient that comes nonetheless is packed,
+        and its bucket sent again.
+
+        Args:
+            unused: the parameters; those that have a gradient, of an earlier pass, count as used.
+            weight: see `add_gradient`.
+        """
+        if self.scale is None:
+            self._prepare()
+        self._fix_scale(weight)
+        for entry in unused:
+            if self._parameters[entry].grad is None and entry not in self._ready_entries:
+                self._unused_entries.add(entry)
+                self._buckets[self._location_of[entry][0]].missing_count -= 1
+        self._launch_full()
+
+    def _launch_full(self) -> None:
+        """Send the buckets that are full, where calls have an order up to the first that is not."""
+        assert self.group is not None
+        for index in self._unsent.copy():
+            if index not in self._held and not self._buckets[index].missing_count:
+                self._launch(index)
+            elif self.group.exchange.keeps_order:
+                return
 
     def _prepare(self) -> None:
         """Let other members begin the round before this worker's first bucket is complete."""
@@ -239,6 +271,8 @@ class BucketSet:
         """Write this worker's numbers, except its blocks, which `launch_last` gets: see `RoundSums`."""
         assert self.group is not None
         assert self._binding is not None
+        if any(self._parameters[entry].grad is not None for entry in self._unused_entries):
+            self._is_stale = True  # the program has set one by hand
         late = self._binding.late_gradients.active
         scale = self._fix_scale(weight)
         self._own_weight = scale + sum(one.weight for one in late) / self._trailer.capacity
@@ -266,8 +300,8 @@ class BucketSet:
 
     def launch_all_but_last(self) -> None:
         """Send all buckets but the one with the trailer."""
-        while self.launched < len(self._buckets) - 1:
-            self._launch_next()
+        for index in self._unsent[:-1]:
+            self._launch(index)
 
     def launch_last(self, blocks: tuple[int, int]) -> None:
         """Send the last bucket.
@@ -280,13 +314,13 @@ class BucketSet:
         for index, count in zip(self._trailer.block_indices(self.group.position), blocks, strict=True):
             if count:  # else it is 0 already
                 trailer[index] = count
-        self._launch_next()
+        self._launch(len(self._buckets) - 1)
         self._exchange_id = None
 
-    def _launch_next(self) -> None:
+    def _launch(self, index: int) -> None:
         assert self.group is not None
         assert self._binding is not None
-        bucket = self._buckets[self.launched]
+        bucket = self._buckets[index]
         with torch.no_grad():
             self._pack_rest(bucket)
         if self._exchange_id is None:
@@ -294,10 +328,10 @@ class BucketSet:
         bucket.pending = bucket.all_reduce(
             self.group.exchange,
             exchange_id=self._exchange_id,
-            index=self.launched * self._index_stride,
+            index=index * self._index_stride,
             algorithm=self.group.algorithm,
         )
-        self.launched += 1
+        self._unsent.remove(index)
 
     def _pack_rest(self, bucket: GradientBucket) -> None:
         """Pack what no hook has: gradients, and on the first member buffers."""
@@ -369,13 +403,14 @@ class BucketSet:
 
     def relaunch(self) -> None:
         """Let all buckets be sent again, as a member had changed a gradient after it sent its bucket."""
-        self.launched, self._is_stale = 0, False
+        self._unsent, self._is_stale = [*range(len(self._buckets))], False
+        self._unused_entries.clear()
 
     def abandon(self) -> None:
         """Let the round be repeated in the next group, with the same gradients."""
         assert self._binding is not None
         self.group = self._exchange_id = None
-        self.launched = 0
+        self._unsent = [*range(len(self._buckets))]
         for bucket in self._buckets:
             bucket.replace_read_buffers(self._binding.memory.may_be_read)
 
@@ -391,6 +426,7 @@ class BucketSet:
         """Forget what was packed in a backward pass that failed; its buckets are sent again."""
         self._ready_entries.clear()
         self.scale = None
+        self._unused_entries.clear()
         self._is_stale = self.launched > 0
         self._expect_all()
 
@@ -407,6 +443,16 @@ class BucketSet:
         for bucket in self._buckets:
             bucket.end_round()
         self.group = self.scale = None
+
+    @property
+    def launched(self) -> int:
+        """The number of buckets that have been sent."""
+        return len(self._buckets) - len(self._unsent)
+
+    @property
+    def ready_entries(self) -> Collection[int]:
+        """The parameters of which a gradient was packed during the backward pass."""
+        return self._ready_entries
 
     def _expect_all(self) -> None:
         for bucket in self._buckets:

@@ -28,6 +28,7 @@ from offbeat.runtime.averaging.interface import AveragerContext
 from offbeat.runtime.averaging.sgd_momentum import SGDMomentum
 from offbeat.runtime.averaging.skipped_rounds import SkippedRounds
 from offbeat.runtime.averaging.trailer import RoundSums
+from offbeat.runtime.averaging.unused_parameters import UnusedParameters
 from offbeat.runtime.training.backward import (
     BackwardPass,
     GradientObservers,
@@ -59,7 +60,7 @@ class GradientAverager:
 
     Source: Li et al. 2020, PyTorch Distributed, section 3.2 (bucketing, overlap). Deviations: buckets
     follow the reversed order of registration and are not rebuilt; parameters without a gradient are always
-    supported; buffers are sent with the gradients instead of before the forward pass.
+    supported (`UnusedParameters`); buffers are sent with the gradients instead of before the forward pass.
 
     Args:
         model: the model; parameters that require no gradient now are ignored.
@@ -117,6 +118,7 @@ class GradientAverager:
             binding.late_gradients.set_tensors(self._parameters, self._buckets.buffers.tensors)
         self._hook_handles: list[RemovableHandle | HookFreeScripting] = []
         self._backward = BackwardPass(self._backward_ended)
+        self._unused = UnusedParameters(self._parameters)
         self._observers: GradientObservers  # from `attach` on
         self._leaves_gradients = False  # until the pass ends, as hooks of the program may read param.grad
         self._skips_exchange = False
@@ -187,6 +189,7 @@ class GradientAverager:
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         on_output_gradient(output, self._backward_begins)
+        self._unused.add_output(output)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         self._forget_failed_pass()
@@ -199,6 +202,7 @@ class GradientAverager:
             return
         self._backward.cancel()
         self._buckets.forget_pass()
+        self._unused.forget_pass()
 
     def _bind_group(self, *, wait: bool) -> bool:
         """Bind the round under way to a group; return whether there is one."""
@@ -236,12 +240,19 @@ class GradientAverager:
     def _pack_early(self, entry: int) -> None:
         """Pack a gradient during the backward pass, and launch the buckets that this completes."""
         self._accept_late_gradients()
-        self._buckets.add_gradient(entry, self._unsent_weight + self._batch_weight)
+        weight = self._unsent_weight + self._batch_weight
+        if not self._buckets.ready_entries:
+            self._buckets.begin_pass(self._unused.predict(), weight)
+        self._buckets.add_gradient(entry, weight)
 
     def _backward_ended(self) -> None:
         self._saved_gradients.put_back()
         self._unsent_weight += self._batch_weight
         self._passes.end_pass()
+        if self._buckets.ready_entries:
+            self._unused.end_pass(self._buckets.ready_entries)
+        else:
+            self._unused.forget_pass()
         if self._skips_exchange:
             self._context.timer.switch("other")
         else:

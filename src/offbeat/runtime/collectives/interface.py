@@ -47,11 +47,13 @@ class Exchange(Protocol):
         device: of the tensors that it takes.
         size: the number of members.
         position: this worker's index among them.
+        keeps_order: all members have to make the calls of one exchange id in the same order.
     """
 
     device: torch.device
     size: int
     position: int
+    keeps_order: bool
 
     def all_reduce(
         self,

@@ -59,6 +59,7 @@ class LinkExchange:
     """
 
     device = torch.device("cpu")
+    keeps_order = False
 
     def __init__(
         self,

@@ -48,6 +48,8 @@ class TorchExchange:
         size, position: see `Exchange`.
     """
 
+    keeps_order = True
+
     def __init__(self, group: dist.ProcessGroup, device: Device) -> None:
         self._group: dist.ProcessGroup | None = group  # None once it is being aborted
         self.size, self.position = group.size(), group.rank()

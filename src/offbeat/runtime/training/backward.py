@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,15 @@ def find_used_parameter(output: Any, parameters: Collection[torch.Tensor]) -> to
 
     Parameters that are used only inside a reentrant checkpoint are not found.
     """
-    wanted = {id(parameter): parameter for parameter in parameters}
+    wanted = set(parameters)
+    return next((found for found in parameters_in_graph(output) if found in wanted), None)
+
+
+def parameters_in_graph(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the autograd graph of a model's output that get a gradient.
+
+    Those that are used only inside a reentrant checkpoint are not found.
+    """
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes: list[Any] = [leaf.grad_fn for leaf in leaves]
     seen: set[Any] = set()
@@ -123,11 +131,10 @@ def find_used_parameter(output: Any, parameters: Collection[torch.Tensor]) -> to
         if node is None or node in seen:
             continue
         seen.add(node)
-        found = wanted.get(id(getattr(node, "variable", None)))
-        if found is not None:
-            return found
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
         nodes.extend(next_node for next_node, _ in node.next_functions)
-    return None
 
 
 def check_can_average(gradient: torch.Tensor | None) -> None:
