@@ -111,9 +111,9 @@ def test_gpu_gives_the_ratios_on_lines_of_a_known_rate():
     result = gpu.run(options, command="test", device="cpu")
     assert set(result.figures) == figures_of_gpu("_4000mbit")
     assert {row["rate_mbit"] for row in result.rows} == {4000}
-    # A contribution and two sums, whose memory alternates: on the CPU they become the gradients.
+    # A contribution and a sum, which on the CPU becomes the gradients; or two sums, whose memory alternates.
     assert all(
-        2.9 < result.figures[f"host_memory_ratio_{name}_4000mbit"] < 3.5 for name in ("bsp", "partial")
+        1.9 < result.figures[f"host_memory_ratio_{name}_4000mbit"] < 3.5 for name in ("bsp", "partial")
     )
 
 

@@ -151,10 +151,10 @@ def _has_received(session: Any) -> bool:
 def _stand_before_the_state_is_received(places: Places) -> None:
     carry_out = ModelAveragingSynchronizer._carry_out
 
-    def stand_first(self: ModelAveragingSynchronizer, averaging: Any) -> None:
+    def stand_first(self: ModelAveragingSynchronizer, averaging: Any) -> bool:
         ModelAveragingSynchronizer._carry_out = carry_out  # type: ignore[method-assign]
         places.stand("reached")
-        carry_out(self, averaging)
+        return carry_out(self, averaging)
 
     ModelAveragingSynchronizer._carry_out = stand_first  # type: ignore[method-assign]
 

@@ -17,11 +17,31 @@ from offbeat.events import (
     Ready,
     RejectPeer,
 )
+from offbeat.policies.membership.group_protocol import GroupProtocol
+from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.configuration import COORDINATOR, CoordinatorConfiguration, PolicySpec
+from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.wire.codec import decode_actions, encode_events
 
 DEADLINE_S = 20.0
+
+
+def open_client(addresses, worker, on_failure, *, world, start_s=0.0):
+    """A worker's client of the coordinator at some addresses, outside a session."""
+    info = RendezvousInfo(
+        job="job",
+        token="secret",
+        host="127.0.0.1",
+        coordinator=tuple(addresses),
+        store=None,
+        hosts_store=False,
+        worker=worker,
+        world=world,
+        start_s=start_s,
+        deadline_s=start_s,
+    )
+    return CoordinatorClient(info, worker, GroupProtocol(worker), on_failure, steps_finished=lambda: 0)
 
 
 class Process:

@@ -6,31 +6,16 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat.errors import WorkerError
-from offbeat.policies.membership.group_protocol import GroupProtocol
-from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.configuration import COORDINATOR
-from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
-from support.coordinator_process import DEADLINE_S
+from support.coordinator_process import DEADLINE_S, open_client
 
 
 @contextmanager
 def connected_client():
     """A client whose coordinator accepts messages and answers none."""
     links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
-    info = RendezvousInfo(
-        job="job",
-        token="secret",
-        host="127.0.0.1",
-        coordinator=links.addresses,
-        store=None,
-        hosts_store=False,
-        worker=1,
-        world=2,
-        start_s=0.0,
-        deadline_s=0.0,
-    )
-    client = CoordinatorClient(info, 1, GroupProtocol(1), print, steps_finished=lambda: 0)
+    client = open_client(links.addresses, 1, print, world=2)
     try:
         yield client
     finally:

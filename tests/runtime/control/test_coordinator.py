@@ -27,18 +27,24 @@ from offbeat.events import (
     StepFinished,
     Tick,
 )
-from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.control.channel import ControlChannel, SequenceAck, encode_sequence_ack
-from offbeat.runtime.control.client import CoordinatorClient
 from offbeat.runtime.control.configuration import COORDINATOR
-from offbeat.runtime.control.rendezvous import RendezvousInfo
 from offbeat.runtime.transport.endpoint import Endpoint
 from offbeat.runtime.transport.framing import HEADER, MAGIC, VERSION, FrameKind
 from offbeat.runtime.transport.handshake import DiallerHandshake
 from offbeat.wire.codec import encode_events
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
-from support.coordinator_process import DEADLINE_S, Peer, coordinator, goes_on, joined, ready, running_job
+from support.coordinator_process import (
+    DEADLINE_S,
+    Peer,
+    coordinator,
+    goes_on,
+    joined,
+    open_client,
+    ready,
+    running_job,
+)
 from support.run_logs import entries_of, wait_for_entry, wait_until
 from support.tcp_proxy import Line
 
@@ -496,19 +502,7 @@ def test_a_bad_configuration_is_reported_in_the_answer(change, text):
 def test_a_coordinator_that_leaves_before_the_workers_is_reported_as_lost():
     received = queue.SimpleQueue()
     links = Endpoint(COORDINATOR, job="job", token="secret", on_message=lambda *_: None, on_lost=print)
-    info = RendezvousInfo(
-        job="job",
-        token="secret",
-        host="127.0.0.1",
-        coordinator=links.addresses,
-        store=None,
-        hosts_store=False,
-        worker=1,
-        world=2,
-        start_s=0.0,
-        deadline_s=0.0,
-    )
-    member = CoordinatorClient(info, 1, GroupProtocol(1), received.put, steps_finished=lambda: 0)
+    member = open_client(links.addresses, 1, received.put, world=2)
     try:
         member.send_event(ready(1))
         assert member.endpoint.flush(DEADLINE_S)
@@ -525,19 +519,7 @@ def test_a_coordinator_that_leaves_before_the_workers_is_reported_as_lost():
 def test_an_action_that_the_strategy_does_not_have_fails_the_job():
     failures = queue.SimpleQueue()
     with coordinator(1, policy="staleness.bounded_staleness:BoundedStaleness") as process:
-        info = RendezvousInfo(
-            job="job",
-            token="secret",
-            host="127.0.0.1",
-            coordinator=tuple(process.addresses),
-            store=None,
-            hosts_store=False,
-            worker=0,
-            world=1,
-            start_s=DEADLINE_S,
-            deadline_s=DEADLINE_S,
-        )
-        client = CoordinatorClient(info, 0, GroupProtocol(0), failures.put, steps_finished=lambda: 0)
+        client = open_client(process.addresses, 0, failures.put, world=1, start_s=DEADLINE_S)
         try:
             client.join(world=1, location="here", model=("weight",), strategy="bsp")
             client.send_event(begun(0))

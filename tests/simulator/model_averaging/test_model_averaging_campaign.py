@@ -191,7 +191,7 @@ class CountsOnAllCopies(NeighbourGossip):
     """Takes workers that gossip for those of the last round, with all that it has yielded."""
 
     def _has_copies(self, group):
-        return len(group) > 1 and any(worker in self._last_mixed for worker in group)
+        return len(group) > 1 and any(worker in self._last_rounds for worker in group)
 
 
 @pytest.mark.long(after=2)
