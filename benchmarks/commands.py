@@ -171,7 +171,7 @@ class NimbleOptions:
     seed: Seed = 0
 
 
-@_benchmark("allreduce", minutes=8, needs="root")
+@_benchmark("allreduce", minutes=10, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:
     """All-reduce over links against gloo, between hosts with lines of known rate."""
@@ -582,7 +582,7 @@ class CompressionOptions:
     seeds: Annotated[int, typer.Option(min=1, help="Accuracy: number of seeds, from --seed on.")] = 3
 
 
-@_benchmark("order", minutes=5, needs="root")
+@_benchmark("order", minutes=8, needs="root")
 @dataclass(frozen=True, kw_only=True)
 class OrderOptions:
     """Step time where workers' gradients come in different orders, or not at all, beside PyTorch's DDP."""

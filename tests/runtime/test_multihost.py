@@ -186,7 +186,7 @@ def test_on_a_slow_line_between_hosts_all_workers_choose_a_hierarchy_and_have_eq
     with launch(tmp_path, steps=10, rate_bit_per_s=5_000_000) as launched:
         assert launched.codes() == [0, 0], launched.output()
     reports = launched.reports()
-    assert [result["algorithm"] for result in reports.values()] == ["hierarchical:2"] * 4
+    assert [result["algorithm"] for result in reports.values()] == ["torus:2"] * 4
     assert len({result["digest"] for result in reports.values()}) == 1
 
 

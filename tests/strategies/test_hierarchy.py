@@ -16,7 +16,7 @@ from offbeat.strategies import AllReduce, PartialAllReduce
 from support.processes import run, values
 
 WORKERS, STEPS, STEPS_OF_ALL = 4, 6, 3
-HIERARCHY = "hierarchical:2"
+HIERARCHY = "torus:2"
 
 
 class Hierarchical(GroupSynchronizer):
@@ -43,7 +43,10 @@ class HierarchicalPartial(PartialAllReduce):
 
 
 def trained(rank, emit, strategy, dying=None):
-    """The weights, and by step the algorithm; worker r has the gradient r + 1 in all elements."""
+    """The weights, and by step the algorithm; worker r has the gradient r + 1 in all elements.
+
+    All exchanges over a group are by its algorithm.
+    """
     model = nn.Linear(70, 30, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -54,7 +57,11 @@ def trained(rank, emit, strategy, dying=None):
                 os._exit(1)
             optimizer.zero_grad()
             ((rank + 1) * model.weight.sum()).backward()
-            algorithms.append(session._synchronizer.binding.handle.algorithm)  # of the means that are there
+            handle = session._synchronizer.binding.handle  # of the means that are there
+            algorithms.append(handle.algorithm)
+            assert {done for done, _ in handle.exchange._plans if done in (HIERARCHY, "ring")} == {
+                handle.algorithm
+            }
             optimizer.step()
     return sorted({*model.weight.flatten().tolist()}), algorithms
 

@@ -28,6 +28,8 @@ from offbeat.numerics.collectives.schedules import ALGORITHMS
         # Halves to the master and back, twice each; between the masters each half, of which one arrives
         # a step sooner.
         ("hierarchical:2", 4, 5, 3.0),
+        # Halves to the neighbour and back; between them both quarters, one after the other.
+        ("torus:2", 4, 4, 1.5),
     ],
 )
 def test_rounds_and_volumes_are_those_of_the_formulas(algorithm, workers, rounds, volume):

@@ -11,8 +11,8 @@ from offbeat.numerics.collectives.schedules import schedule
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        ("aaaabbbb", "hierarchical:4"),
-        ("aabbcc", "hierarchical:2"),
+        ("aaaabbbb", "torus:4"),
+        ("aabbcc", "torus:2"),
         ("", None),
         ("aaaa", None),  # one host
         ("abcd", None),  # no host with a second worker
@@ -27,10 +27,12 @@ def test_a_hierarchy_needs_equally_many_consecutive_workers_on_several_hosts(hos
 
 
 @given(count=st.integers(2, 5), per_host=st.integers(2, 5))
-def test_each_worker_sends_to_another_host_only_if_it_is_the_first_of_its_own(count, per_host):
+def test_each_worker_sends_an_equal_part_of_the_vector_to_one_other_host(count, per_host):
     hosts = [f"host-{number}" for number in range(count) for _ in range(per_host)]
     algorithm = hierarchy_of(hosts)
     for rank, host in enumerate(hosts):
-        steps = schedule(algorithm, len(hosts), rank).steps
-        crosses = any(step.send_to is not None and hosts[step.send_to] != host for step in steps)
-        assert crosses == (rank % per_host == 0)
+        plan = schedule(algorithm, len(hosts), rank)
+        crossing = [s for s in plan.steps if s.send_to is not None and hosts[s.send_to] != host]
+        assert {step.send_to for step in crossing} == {(rank + per_host) % len(hosts)}
+        # In units of the vector a host sends 2 (M - 1) / M, its workers a G-th of that each.
+        assert sum(step.send_count for step in crossing) / plan.segments == 2 * (count - 1) / len(hosts)

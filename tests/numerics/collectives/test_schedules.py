@@ -22,6 +22,7 @@ from offbeat.numerics.collectives.schedules import (
     ring,
     schedule,
     segment_span,
+    torus,
 )
 
 HIERARCHIES = [
@@ -29,11 +30,19 @@ HIERARCHIES = [
     for intra in ("ring", "tree", "direct")
     for group in (1, 2, 3, 4, 17)
 ]
+
+
+def torus_of_divisor(workers, rank, group):
+    """A torus with groups of the largest common divisor."""
+    return torus(workers, rank, math.gcd(workers, group))
+
+
 ALL_REDUCES = dict(
     [
         *((name, partial(schedule, name)) for name in ALGORITHMS),
         ("far first", partial(recursive_doubling, far_first=True)),
         *HIERARCHIES,
+        *((f"torus of {group}", partial(torus_of_divisor, group=group)) for group in (1, 4, 6, 17)),
     ]
 )
 all_algorithms = pytest.mark.parametrize("make", ALL_REDUCES.values(), ids=ALL_REDUCES.keys())
@@ -141,6 +150,8 @@ def test_a_copied_segment_holds_everything_that_its_receiver_has_sent_of_it(make
         (rabenseifner, 4, 4, 152),
         (rabenseifner, 5, 6, 253),
         (rabenseifner, 8, 6, 179),
+        (partial(torus, group=2), 4, 4, 152),  # half of 101, two quarters, half
+        (partial(torus, group=4), 8, 8, 178),
         (direct, 4, 6, 153),  # rank 0: three segments of 25, then its own of 26 to three
     ],
 )
@@ -182,9 +193,13 @@ def test_the_butterfly_goes_to_partners_at_growing_or_shrinking_distance():
     assert [step.send_to for step in recursive_doubling(5, 2).steps] == [None, 1, 4, None]
 
 
-@pytest.mark.parametrize("name", ["", "tree", "ring:2", "hierarchical", "hierarchical:", "hierarchical:x"])
+@pytest.mark.parametrize(
+    "name", ["", "tree", "ring:2", "hierarchical", "hierarchical:", "hierarchical:x", "torus:0x1"]
+)
 def test_an_unknown_algorithm_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match="ring, recursive_doubling, rabenseifner, direct or hierarchical:G"):
+    with pytest.raises(
+        ValueError, match="ring, recursive_doubling, rabenseifner, direct, hierarchical:G or torus:G"
+    ):
         schedule(name, 4, 0)
 
 
@@ -195,8 +210,15 @@ def test_groups_need_a_rank_and_a_known_algorithm():
         hierarchical(4, 0, 2, "star")
 
 
-def test_a_hierarchy_is_spelled_with_the_size_of_its_groups():
+@pytest.mark.parametrize("group", [0, 3, 5])
+def test_a_torus_needs_groups_of_equal_size(group):
+    with pytest.raises(ValueError, match=f"groups of equal size of 4 ranks, got groups of {group}"):
+        torus(4, 0, group)
+
+
+def test_two_levels_are_spelled_with_the_size_of_their_groups():
     assert schedule("hierarchical:2", 4, 1) == hierarchical(4, 1, 2)
+    assert schedule("torus:2", 4, 1) == torus(4, 1, 2)
 
 
 @given(st.integers(1, 17), st.integers(0, 1000))

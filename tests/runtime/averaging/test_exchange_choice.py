@@ -11,7 +11,7 @@ from offbeat.runtime.averaging.exchange_choice import (
     ExchangeChoice,
     choose_by_slowest,
     choose_exchange,
-    next_size_bytes,
+    next_trial,
 )
 from offbeat.runtime.collectives.interface import TensorMemory
 from offbeat.runtime.collectives.link_exchange import LinkExchange
@@ -68,7 +68,7 @@ def chosen(rank, emit, model_bytes):
     candidates = {
         "gloo": Candidate(gloo),
         "links": Candidate(links),
-        "links (hierarchical:2)": Candidate(links, "hierarchical:2"),
+        "links (torus:2)": Candidate(links, "torus:2"),
     }
     ids = itertools.count()
     choice = choose_exchange(
@@ -123,10 +123,15 @@ def test_a_candidate_has_to_save_a_tenth_of_the_time_of_the_one_before_it(nccl_s
     assert choose_by_slowest(8, [times_s]).name == name
 
 
-def test_more_is_measured_while_that_takes_at_most_a_second():
-    # 24 averages with four times the bytes: six by each candidate.
-    fast, slow = ExchangeChoice("a", 1 << 16, {"a": 0.02, "b": 0.02}), {"a": 0.02, "b": 0.022}
-    assert next_size_bytes(fast, 1 << 24) == 1 << 18
-    assert next_size_bytes(fast, 100_000) == 100_000
-    assert next_size_bytes(fast, 1 << 16) is None
-    assert next_size_bytes(ExchangeChoice("a", 1 << 16, slow), 1 << 24) is None
+def test_more_is_measured_while_that_takes_at_most_three_seconds():
+    def after(total_s, size_bytes_max):
+        choice = ExchangeChoice("a", 1 << 16, {"a": total_s / 2, "b": total_s / 2})
+        return next_trial(choice, size_bytes_max)
+
+    # Sixteen times the bytes, by all candidates two to five times.
+    assert after(0.02, 1 << 24) == (1 << 20, 5)
+    assert after(0.02, 100_000) == (100_000, 5)
+    assert after(0.02, 1 << 16) is None
+    assert after(0.06, 1 << 24) == (1 << 20, 3)
+    assert after(0.09, 1 << 24) == (1 << 20, 2)
+    assert after(0.095, 1 << 24) is None

@@ -31,9 +31,14 @@ from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY
 from support.processes import run, start, values
 from support.run_logs import wait_until
 
-DEADLINE_S = 20.0
+DEADLINE_S, HEARTBEAT_S = 20.0, 3600.0
 ALL_REDUCES = [*ALGORITHMS, "hierarchical:2", "hierarchical:3"]
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.uint8]
+
+
+def all_reduces(size):
+    """All algorithms for groups of that size."""
+    return [*ALL_REDUCES, *(f"torus:{part}" for part in range(2, size) if size % part == 0)]
 
 
 def vector(rank, length, dtype=torch.float64):
@@ -48,7 +53,7 @@ def total(members, length, dtype=torch.float64):
 class Group:
     """Members in one process, each with its own endpoint."""
 
-    def __init__(self, size, *, unix=True):
+    def __init__(self, size, **options):
         self.lost = []
         self.endpoints = [
             Endpoint(
@@ -58,7 +63,7 @@ class Group:
                 on_message=print,
                 on_lost=self.lost.append,
                 on_error=self.lost.append,
-                unix=unix,
+                **options,
             )
             for rank in range(size)
         ]
@@ -128,7 +133,7 @@ def wait(pending):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_all_reduce_equals_torchs_sum_for_every_dtype_and_length(groups, size, dtype):
-    for algorithm in ALL_REDUCES:
+    for algorithm in all_reduces(size):
         for length in [0, 1, 2, size - 1, size, size + 1, 999, 100_003]:
             flats = [vector(rank, length, dtype) for rank in range(size)]
             for flat in groups[size].sum(flats, algorithm):
@@ -141,7 +146,7 @@ def test_all_reduce_equals_torchs_sum_for_every_dtype_and_length(groups, size, d
 @pytest.mark.parametrize("size", [6, 7, 8, 11, 16, 17])
 def test_all_reduce_of_6_to_17_members_gives_bit_identical_sums(size):
     with group(size) as many:
-        for algorithm in ALL_REDUCES:
+        for algorithm in all_reduces(size):
             for length in [1, size + 1, 20_003]:
                 generator = torch.Generator().manual_seed(length)
                 flats = [torch.randn(length, generator=generator) for _ in range(size)]
@@ -149,6 +154,15 @@ def test_all_reduce_of_6_to_17_members_gives_bit_identical_sums(size):
                 for flat in sums:
                     assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm
                 assert torch.allclose(sums[0], sum(flats), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", all_reduces(8))
+def test_over_tcp_no_all_reduce_waits_for_an_acknowledgement_with_a_heartbeat(algorithm):
+    """Members forward parts of a message in the order in which they arrive, here from several others."""
+    with group(8, unix=False, heartbeat_s=HEARTBEAT_S, silent_s=3 * HEARTBEAT_S) as eight:
+        for _ in range(20):
+            flats = [vector(rank, 1000) for rank in range(8)]
+            assert all(torch.equal(flat, total(8, 1000)) for flat in eight.sum(flats, algorithm))
 
 
 def test_members_measure_how_long_data_are_on_the_way_to_their_neighbours():
@@ -186,7 +200,7 @@ def test_in_place_elements_are_summed_without_a_copy_to_the_same_bits_on_all_mem
     groups, size, dtype, memory
 ):
     chosen = groups[size]
-    for algorithm in ALL_REDUCES:
+    for algorithm in all_reduces(size):
         for length in [5, 10_003, 2_000_003]:
             if length > 10_003 and algorithm not in ("ring", "recursive_doubling"):
                 continue
@@ -252,7 +266,7 @@ def test_an_abandoned_all_reduce_stops_materializing_its_contribution():
 def test_all_reduce_over_shared_memory_equals_the_sum(groups, size, dtype):
     chosen = groups[size]
     for length in [0, 1, size + 1, 100_003, 1_500_001]:
-        for algorithm in ["ring"] if length > 2**20 else ALL_REDUCES:
+        for algorithm in ["ring"] if length > 2**20 else all_reduces(size):
             flats = [zeros(member._endpoint, length, dtype) for member in chosen.members]
             for rank, flat in enumerate(flats):
                 flat.copy_(vector(rank, length, dtype))
@@ -313,7 +327,7 @@ def test_all_members_hold_the_same_bits_though_the_sum_is_rounded(groups, size, 
     generator = torch.Generator().manual_seed(size)
     flats = [torch.randn(10_007, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
     expected = sum(flat.double() for flat in flats)
-    for algorithm in ALL_REDUCES:
+    for algorithm in all_reduces(size):
         sums = groups[size].sum(flats, algorithm)
         for flat in sums:
             assert torch.equal(flat.view(torch.uint8), sums[0].view(torch.uint8)), algorithm

@@ -21,6 +21,8 @@ from support import endpoints
 from support.endpoints import DEADLINE_S, KIB, MIB, Arrival, DialledStranger, FarEnd, Node, Stranger, contents
 from support.tcp_proxy import Line, random_resets
 
+HEARTBEAT_S = 3600.0  # no heartbeat comes in a test
+
 node = endpoints.node  # the fixture
 
 
@@ -79,6 +81,32 @@ def acknowledge(far_end: FarEnd, frames: int) -> None:
 
 def payload(far_end: FarEnd) -> bytes | bytearray | None:
     return far_end.numbered().payload
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["posted", "early"])
+def test_a_message_is_acknowledged_when_it_is_complete_whatever_the_order_of_its_parts(
+    node: Callable[..., Node], is_early: bool
+) -> None:
+    a, b = (node(name, unix=False, heartbeat_s=HEARTBEAT_S, silent_s=3 * HEARTBEAT_S) for name in "ab")
+    a.links.add_peer("b", b.links.addresses)
+    b.links.add_peer("a", a.links.addresses)
+    data = contents(3 * KIB, 1)
+    arrivals = [] if is_early else [Arrival(b, "a", 1, len(data))]
+    done = [threading.Event() for _ in range(3)]
+    for part in (2, 0, 1):
+        at = part * KIB
+        a.links.send_tensor(
+            "b",
+            1,
+            memoryview(data)[at : at + KIB],
+            offset=at,
+            total=len(data),
+            on_done=done[part].set,
+        )
+    assert all(one.wait(DEADLINE_S) for one in done)
+    if is_early:
+        arrivals.append(Arrival(b, "a", 1, len(data)))
+    assert arrivals[0].whole() == data
 
 
 def test_a_handshake_that_its_dialler_has_given_up_is_ignored_when_the_rest_of_it_arrives(

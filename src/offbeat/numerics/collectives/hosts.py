@@ -1,4 +1,4 @@
-"""Which hierarchical all-reduce suits workers on several hosts. Pure, and measures nothing."""
+"""Which all-reduce in two levels suits workers on several hosts. Pure, and measures nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def hierarchy_of(hosts: Sequence[str]) -> str | None:
-    """Return the all-reduce that sums inside each host and then between the hosts.
+    """Return the all-reduce that sums inside each host, and these sums between hosts.
 
     Args:
         hosts: of the workers, in the order of their ranks.
 
     Returns:
-        `hierarchical:G` where several hosts have G workers each, of consecutive ranks, and G is at least 2;
+        `torus:G` where several hosts have G workers each, of consecutive ranks, and G is at least 2;
         else None.
     """
     count = len({*hosts})
@@ -22,4 +22,4 @@ def hierarchy_of(hosts: Sequence[str]) -> str | None:
     starts = range(0, len(hosts), per_host)
     if any(len({*hosts[start : start + per_host]}) > 1 for start in starts):
         return None
-    return f"hierarchical:{per_host}"
+    return f"torus:{per_host}"

@@ -64,6 +64,8 @@ class BucketSet:
         group: for the round under way, None before it is bound.
         scale: factor of the gradients of the round under way, None before the first is packed.
         buffers: of the model.
+
+    Size: which gradients are packed, sent or expected is one state; packing, sending and repeating change it.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -14,10 +15,10 @@ from offbeat.runtime.averaging.buckets import GradientBucket
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
 
-_BYTES_MIN, _GROWTH, _BYTES_MAX = 1 << 16, 4, 1 << 24  # the time of more is in proportion
-_BUDGET_S = 1.0  # for one size
+_BYTES_MIN, _GROWTH, _BYTES_MAX = 1 << 16, 16, 1 << 24  # the time of more is in proportion
+_BUDGET_S = 3.0  # for one size
 _TENSOR_BYTES = _BUCKET_BYTES = 1 << 22
-_REPETITIONS = 5
+_REPETITIONS_MIN, _REPETITIONS_MAX = 2, 5
 _GAIN_MIN = 0.1  # less is within the errors of the measurement
 
 
@@ -65,7 +66,7 @@ def choose_exchange(
     """Measure the candidates with ever more gradients, and choose as `choose_by_slowest` does by the most.
 
     All workers have to call it at once, with the same candidates in the same order, and get the same result.
-    The size grows as `next_size_bytes` says, up to the model's, at most 16 MiB.
+    The size grows as `next_trial` says, up to the model's, at most 16 MiB.
 
     Args:
         candidates: by name, from the one that is preferred.
@@ -79,31 +80,38 @@ def choose_exchange(
         WorkerError: a worker was lost, or did not join an exchange in time.
     """
     size_bytes_max = min(model_bytes, _BYTES_MAX)
+    measure = partial(
+        _median_times_s,
+        [*candidates.values()],
+        memory,
+        next_exchange_id=next_exchange_id,
+        timeout_s=timeout_s,
+    )
     size_bytes = min(size_bytes_max, _BYTES_MIN)
-    while True:
-        own_s = _median_times_s([*candidates.values()], memory, size_bytes, next_exchange_id, timeout_s)
+    measure(size_bytes, 1)  # makes connections
+    trial: tuple[int, int] | None = (size_bytes, _REPETITIONS_MAX)
+    while trial is not None:
+        own_s = measure(*trial)
         workers_s = _gather(own_s, links, next_exchange_id(), timeout_s)
-        choice = choose_by_slowest(size_bytes, [dict(zip(candidates, one, strict=True)) for one in workers_s])
-        next_bytes = next_size_bytes(choice, size_bytes_max)
-        if next_bytes is None:
-            return choice
-        size_bytes = next_bytes
+        choice = choose_by_slowest(trial[0], [dict(zip(candidates, one, strict=True)) for one in workers_s])
+        trial = next_trial(choice, size_bytes_max)
+    return choice
 
 
-def next_size_bytes(choice: ExchangeChoice, size_bytes_max: int) -> int | None:
-    """Return the size to measure after a choice, four times its size; None where the choice stays.
+def next_trial(choice: ExchangeChoice, size_bytes_max: int) -> tuple[int, int] | None:
+    """Return what to measure after a choice: sixteen times its size, and how often; None where it stays.
 
-    It stays at the largest size, and where all candidates would take more than a second for the next one, in
-    proportion: so slow lines do not delay the start.
+    A choice stays at the largest size, and where all candidates would take more than 3 s to average the next
+    one twice, in proportion: slow lines do not delay the start.
 
     Args:
         choice: by what was measured last.
         size_bytes_max: the largest size.
     """
-    next_s = _GROWTH * (1 + _REPETITIONS) * sum(choice.times_s.values())
-    if choice.size_bytes == size_bytes_max or next_s > _BUDGET_S:
+    repetitions = int(_BUDGET_S / (_GROWTH * sum(choice.times_s.values())))
+    if choice.size_bytes == size_bytes_max or repetitions < _REPETITIONS_MIN:
         return None
-    return min(_GROWTH * choice.size_bytes, size_bytes_max)
+    return min(_GROWTH * choice.size_bytes, size_bytes_max), min(repetitions, _REPETITIONS_MAX)
 
 
 def choose_by_slowest(size_bytes: int, workers_s: Sequence[Mapping[str, float]]) -> ExchangeChoice:
@@ -136,13 +144,15 @@ def _median_times_s(
     candidates: Sequence[Candidate],
     memory: TensorMemory,
     size_bytes: int,
+    repetitions: int,
+    *,
     next_exchange_id: Callable[[], int],
     timeout_s: float,
 ) -> list[float]:
     """Return by candidate how long gradients of that size take from the device to their means there."""
     buckets = [_make_trial_buckets(size_bytes, memory, one.exchange.device) for one in candidates]
     times_s: list[list[float]] = [[] for _ in candidates]
-    for _ in range(1 + _REPETITIONS):  # of all in turn, so that they meet the same load
+    for _ in range(repetitions):  # of all in turn, so that they meet the same load
         for number, candidate in enumerate(candidates):
             began_s = time.perf_counter()
             _average(candidate, buckets[number], next_exchange_id(), timeout_s)
@@ -150,7 +160,7 @@ def _median_times_s(
             times_s[number].append(time.perf_counter() - began_s)
             for bucket in buckets[number]:
                 bucket.end_round()
-    return [median(one[1:]) for one in times_s]  # the first one makes connections
+    return [median(one) for one in times_s]
 
 
 def _make_trial_buckets(size_bytes: int, memory: TensorMemory, device: torch.device) -> list[GradientBucket]:

@@ -75,9 +75,9 @@ class Exchange(Protocol):
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: distinguishes the tensors of one exchange id, less than 2**20.
-            algorithm: one of `offbeat.numerics.collectives.schedules.ALGORITHMS` or `hierarchical:G` for
-                groups of G members, the same on all members. `TorchExchange` ignores it: torch chooses its
-                own.
+            algorithm: one of `offbeat.numerics.collectives.schedules.ALGORITHMS`, or `hierarchical:G` or
+                `torus:G` for groups of G members; the same on all members. `TorchExchange` ignores it: torch
+                chooses its own.
             priority: exchanges with a lower number overtake those under way. `TorchExchange` keeps the order
                 of the calls.
             external: replaces elements of `flat` by values that lie elsewhere. Those that have to be sent are

@@ -405,6 +405,7 @@ class _ScheduleRun:
         self._tag = tag
         self._to_receive = plan.received
         self._to_send = plan.sent
+        self._unsent = plan.sizes.copy()  # by step, the elements of its message that are not queued yet
         self._is_prepared = False
         self._early: list[tuple[int, int, int]] = []  # received before this worker's own contribution
         self._received: list[list[tuple[int, int]]] = [[] for _ in plan.steps]
@@ -534,22 +535,21 @@ class _ScheduleRun:
         assert receiver is not None
         name, elements = self._names[receiver], len(data) // self._itemsize
         offset = forward.offset + start - forward.start
-        total = self._plan.sizes[forward.step]
-        # Its receipt is confirmed at once; that of the others, some time later.
-        ends_message = offset + elements == total
+        self._unsent[forward.step] -= elements
         self._endpoint.send_tensor(
             name,
             self._tag + forward.step,
             data,
             offset=offset * self._itemsize,
-            total=total * self._itemsize,
+            total=self._plan.sizes[forward.step] * self._itemsize,
             priority=self._priority,
-            on_done=partial(self._on_end_sent, elements, name, time.perf_counter())
-            if ends_message
-            else partial(self._on_sent, elements),
+            # A complete message is acknowledged at once; a part of it, some time later.
+            on_done=partial(self._on_sent, elements)
+            if self._unsent[forward.step]
+            else partial(self._on_last_sent, elements, name, time.perf_counter()),
         )
 
-    def _on_end_sent(self, elements: int, name: str, queued_s: float) -> None:
+    def _on_last_sent(self, elements: int, name: str, queued_s: float) -> None:
         self._on_line_time(name, time.perf_counter() - queued_s)
         self._on_sent(elements)
 

@@ -89,10 +89,10 @@ class _Posting:
 
 
 class _Early:
-    __slots__ = ("frames", "total")
+    __slots__ = ("frames", "missing", "total")
 
     def __init__(self, total: int) -> None:
-        self.total = total
+        self.total = self.missing = total
         self.frames: list[tuple[int, bytes | bytearray]] = []
 
 
@@ -147,18 +147,22 @@ class Inbox:
         if posting is not None:
             posting.received.remove(frame.offset, frame.offset + frame.length)
 
-    def on_data_frame(self, frame: Frame) -> None:
-        """Process a complete DATA frame: deliver it to its posted receive, or keep it until there is one."""
+    def on_data_frame(self, frame: Frame) -> bool:
+        """Process a complete DATA frame: deliver it to its posted receive, or keep it until there is one.
+
+        Returns:
+            Whether the message is complete, or forgotten. Its frames may come in any order.
+        """
         tag, payload = frame.tag, frame.payload
         posting = self._posted.get(tag)
-        if payload is None:
-            if posting is not None:  # else it was forgotten while the frame was received
-                self._deliver(tag, posting, frame.offset, frame.length)
-        elif posting is not None:  # it was posted while the frame was received
-            posting.place(tag, frame.offset, frame.length, frame.total)[:] = payload
+        if posting is not None:
+            if payload is not None:  # it was posted while the frame was received
+                posting.place(tag, frame.offset, frame.length, frame.total)[:] = payload
             self._deliver(tag, posting, frame.offset, frame.length)
-        elif not self._forgotten.overlaps(tag, tag + 1):
-            self._keep(tag, frame.offset, payload, frame.total)
+            return not posting.missing
+        if payload is None or self._forgotten.overlaps(tag, tag + 1):
+            return True
+        return not self._keep(tag, frame.offset, payload, frame.total).missing
 
     def on_shared_frame(self, tag: int, offset: int, total: int, source: memoryview) -> None:
         """Process bytes that lie in the sender's memory, which must not be read after the return."""
@@ -188,14 +192,16 @@ class Inbox:
         self._early.clear()
         self.early_bytes = 0
 
-    def _keep(self, tag: int, offset: int, payload: bytes | bytearray, total: int) -> None:
+    def _keep(self, tag: int, offset: int, payload: bytes | bytearray, total: int) -> _Early:
         early = self._early.get(tag)
         if early is None:
             early = self._early[tag] = _Early(total)
         if early.total != total:
             raise ProtocolError(f"expected message {tag:#x} to have {early.total} bytes, got {total}")
         early.frames.append((offset, payload))
+        early.missing -= len(payload)
         self.early_bytes += len(payload) + EARLY_FRAME_COST_BYTES
+        return early
 
     def _deliver(self, tag: int, posting: _Posting, offset: int, length: int) -> None:
         self._count_down(tag, posting, length)

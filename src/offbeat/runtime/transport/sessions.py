@@ -416,13 +416,12 @@ class PeerSessions:
             self._watch(peer, link)
 
     def _count_frame(self, peer: RemoteNode, session: LinkSession, frame: Frame) -> None:
-        """Count a numbered frame, and acknowledge it where a sender may wait for that."""
+        """Count a numbered frame, and acknowledge it where the sender keeps much until then."""
         session.received_frames += 1
         if session.is_resumable:
             session.ack_due_frames += 1
             session.ack_due_bytes += frame.length
-            ends = frame.kind == _DATA and frame.offset + frame.length == frame.total
-            if ends or session.ack_due_bytes >= ACK_BYTES or session.ack_due_frames >= ACK_FRAMES:
+            if session.ack_due_bytes >= ACK_BYTES or session.ack_due_frames >= ACK_FRAMES:
                 self.scheduler.acknowledge(peer)
 
     def _on_frame(self, peer: RemoteNode, link: Connection, frame: Frame) -> None:
@@ -432,7 +431,9 @@ class PeerSessions:
         elif self._closing:
             pass
         elif kind == _DATA:
-            peer.inbox.on_data_frame(frame)
+            is_complete = peer.inbox.on_data_frame(frame)
+            if is_complete and peer.link is link and peer.session.ack_due_frames:
+                self.scheduler.acknowledge(peer)  # the sender may wait for that
         elif kind == _MESSAGE:
             assert isinstance(frame.payload, bytes)
             self._on_message(peer.name, frame.payload)
