@@ -120,8 +120,10 @@ def test_the_steps_are_those_of_sparseloco_in_one_process(every, delay):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), expected, rtol=0, atol=1e-12)
 
 
-def test_a_training_that_resumes_with_each_workers_residual_equals_one_without_interruption():
-    strategy = DiLoCo(every=4, compress=f"topk:{RATIO}", overlap=False, **IN_STEP)
+@pytest.mark.parametrize("compress", [f"topk:{RATIO}", "powersgd:1", "randomk:0.2"])
+def test_a_training_that_resumes_with_each_workers_state_equals_one_without_interruption(compress):
+    """States of compressors are the same on all workers, residuals each worker's own."""
+    strategy = DiLoCo(every=4, compress=compress, overlap=False, **IN_STEP)
     whole = values(run(train, WORKERS, strategy, 8))
     saved = [whole[0][2][0], *(states[1] for *_, states in whole)]
     assert torch.load(io.BytesIO(saved[1]), weights_only=True)["synchronizer"]

@@ -1,5 +1,6 @@
 """Compressed pseudo-gradients of several workers in one process: anchors, residuals, and what is kept."""
 
+import copy
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -114,6 +115,11 @@ class Job:
         self.workers = [Worker(optimizer, fragments, method, decay) for _ in range(workers)]
         self._chance, self._rounds = torch.Generator().manual_seed(5), 0
         self._fragments = fragments
+
+    def continue_after(self, other):
+        """Number the next rounds, and draw the next changes, as another job's."""
+        self._rounds = other._rounds
+        self._chance.set_state(other._chance.get_state())
 
     def learn(self):
         """Each worker makes steps of its own; returns what it changes."""
@@ -384,3 +390,32 @@ def test_a_checkpoint_holds_a_workers_residuals_by_the_parameters_names():
     state["pseudo_gradient_residuals"]["frozen"] = torch.zeros(2)
     with pytest.raises(OffbeatError, match="bias, other, got those of matrix"):
         fresh.outer.load_local_state_dict(state)
+
+
+@pytest.mark.parametrize(("method", "fragments"), [("powersgd:1", 1), ("powersgd:1", 2), ("randomk:0.3", 1)])
+def test_a_job_that_loads_a_checkpoint_goes_on_as_the_one_that_saved_it(method, fragments):
+    job, resumed = (Job(2, method, fragments=fragments) for _ in range(2))
+    for _ in range(3):
+        job.learn()
+        job.round({0: 0.5, 1: 0.5})
+    for saved, loading in zip(job.workers, resumed.workers, strict=True):
+        loading.learn(saved.values - loading.values)
+        loading.outer.load_state_dict(copy.deepcopy(job.workers[0].outer.state_dict()))
+        loading.outer.load_local_state_dict(copy.deepcopy(saved.outer.local_state_dict()))
+    resumed.continue_after(job)
+    for one in (job, resumed):
+        for _ in range(2):
+            one.learn()
+            one.round({0: 0.5, 1: 0.5})
+    for expected, found in zip(job.workers, resumed.workers, strict=True):
+        torch.testing.assert_close(found.anchor, expected.anchor, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.residual, expected.residual, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "fragments"), [("powersgd:2", 1), ("powersgd:1", 2), (None, 1)])
+def test_compressors_begin_without_the_state_of_another_compression_or_of_other_fragments(method, fragments):
+    saved = Job(2, "powersgd:1")
+    saved.round({0: 0.5, 1: 0.5})
+    fresh = Job(1, method, fragments=fragments).workers[0]
+    fresh.outer.load_state_dict(saved.workers[0].outer.state_dict())
+    assert fresh.outer.state_dict().get("compressors", {}).get("states", {}) == {}

@@ -13,8 +13,8 @@ The mean of all models, after an epoch, becomes the anchor, too: what workers ha
 
 Instead of the mean of the snapshots, workers may sum compressed pseudo-gradients (see `PseudoGradients`).
 
-A checkpoint holds anchor and buffers, by the parameters' names, and the number of rounds stepped. What its
-worker has learnt in the round under way is its model less its anchor.
+A checkpoint holds anchor and buffers, by the parameters' names, the number of rounds stepped, and the states
+of compressors. What its worker has learnt in the round under way is its model less its anchor.
 
 Nothing here decides who is behind, and nothing is sent but by the exchange.
 """
@@ -183,11 +183,16 @@ class OuterState:
             dict(zip(self._names, self._parameters.split(flats), strict=True))
             for flats in zip(*self._state, strict=True)
         )
-        return {"rounds": self.rounds, "anchor": anchor, "buffers": buffers}
+        state = {"rounds": self.rounds, "anchor": anchor, "buffers": buffers}
+        if self._pseudo_gradients is not None:
+            state["compressors"] = {"fragments": self._fragments, **self._pseudo_gradients.state_dict()}
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`; a buffer that it lacks, with another `momentum_every`, begins at zero.
+
+        Compressors begin without a state if the saved ones are of another compression or of other fragments.
 
         Raises:
             OffbeatError: it is of other parameters.
@@ -203,6 +208,10 @@ class OuterState:
             for part, value in zip(self._parameters.split(flats), values.values(), strict=True):
                 part.copy_(value)
         self.rounds = state["rounds"]
+        if self._pseudo_gradients is not None:
+            compressors = state.get("compressors", {})
+            is_same = compressors.get("fragments") == self._fragments
+            self._pseudo_gradients.load_state_dict(compressors if is_same else {})
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return what is this worker's alone: its residuals, if it has any."""

@@ -142,6 +142,15 @@ class PseudoGradients:
         """Begin the next rounds without the compressors' states, on all workers."""
         self._states.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the compressors' states, the same on all workers that have made the same rounds."""
+        return {"compression": str(self._method), "states": {**self._states}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a `state_dict`; one of another compression is left."""
+        is_same = state.get("compression") == str(self._method)
+        self._states = {**state["states"]} if is_same else {}
+
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals by the parameters' names, in memory that later rounds change."""
         if not self._residuals:
