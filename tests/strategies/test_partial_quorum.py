@@ -19,7 +19,7 @@ from offbeat.strategies.registry import parse_strategy
 from support.group_training import BATCH, SAMPLES, agree, compute, digest, make, train
 from support.jobs import job
 from support.processes import run, values
-from support.run_logs import entries_of
+from support.run_logs import entries_of, wait_until
 
 WORLD, COUNTED = 4, 400
 QUORUM = PartialAllReduce(quorum="n-1", limit=10**6)  # no worker is excluded as slow
@@ -123,6 +123,58 @@ def test_a_worker_that_reads_its_state_after_rounds_that_it_has_skipped_has_that
     agree_on_states(results)
     rounds = rounds_of(log, 2)
     assert any(after - before > 1 for before, after in itertools.pairwise(rounds))
+
+
+def steps_with_old_means(rank, emit, folder):
+    """Worker 2 skips the last rounds, and then all take a step without a backward pass.
+
+    Without worker 2 the quorum needs all the others, so that none of them skips a round then.
+    """
+    log, is_away, last = folder / "log.jsonl", folder / "is_away", folder / "last"
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    own_steps = itertools.count()
+    with offbeat.join(model, optimizer, QUORUM) as session:
+
+        def is_over():
+            if rank == 2:
+                return next(own_steps) == 4
+            if rank == 0 and is_away.exists() and not last.exists():
+                write(last, str(session.step + 3))
+            return last.exists() and session.step >= int(last.read_text())
+
+        while not is_over():
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        if rank == 2:
+            is_away.touch()
+            wait_until(last.exists, "that the last round is known")
+            wait_until(lambda: int(last.read_text()) - 1 in rounds_skipped(log, 2), "that worker 2 skips it")
+        else:
+            wait_until(lambda: int(last.read_text()) in rounds_of(log, 2), "that worker 2 has come back")
+        optimizer.step()
+        session.refresh()
+        return {*model.weight.flatten().tolist()}, int(last.read_text())
+
+
+def write(path, text):
+    """Write a file that is there as a whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
+
+
+def rounds_skipped(log, worker):
+    return [skip.round for skip in entries_of(log, SkipRound) if skip.worker == worker]
+
+
+def test_a_step_without_a_backward_pass_applies_no_mean_that_a_worker_has_missed(tmp_path):
+    """The others hold the means of the last round then, and the late worker those of an earlier one."""
+    env = {"OFFBEAT_RUN_LOG": str(tmp_path / "log.jsonl")}
+    for weights, rounds in values(run(steps_with_old_means, WORLD, tmp_path, env=env)):
+        assert weights == {-rounds}
 
 
 class Counter(nn.Module):

@@ -39,6 +39,12 @@ class AveragedGradients:
         self._means[entry] = (weakref.ref(gradient), gradient._version if version is None else version)
         self._of_last_round.add(entry)
 
+    def drop_means(self) -> None:
+        """Remove all means from the parameters; gradients that the program has set or changed stay."""
+        for entry, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and self._is_mean(entry, parameter.grad):
+                parameter.grad = None
+
     @property
     def has_new_gradients(self) -> bool:
         """Whether there is a gradient that no round has left there, or that was changed since.

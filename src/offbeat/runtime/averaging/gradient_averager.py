@@ -364,8 +364,12 @@ class GradientAverager:
         self._buckets.load_local_state(state)
 
     def _catch_up(self) -> None:
-        if self._skipped is not None:
-            self.is_preempted |= self._skipped.catch_up()
+        if self._skipped is None:
+            return
+        caught_up = self._skipped.catch_up()
+        self.is_preempted |= caught_up.is_preempted
+        if caught_up.rounds:
+            self._averaged.drop_means()  # the other members hold those of a later round
 
     def drop_gradients(self) -> None:
         """Discard this worker's gradients."""

@@ -78,6 +78,18 @@ class _MissedRound(NamedTuple):
     position: int
 
 
+class CaughtUp(NamedTuple):
+    """What `SkippedRounds.catch_up` has done.
+
+    Attributes:
+        rounds: whose steps it has applied.
+        is_preempted: one of them has reported a preemption signal.
+    """
+
+    rounds: int
+    is_preempted: bool
+
+
 class SkippedRounds:
     """Rounds that close without this worker's loop: their exchanges, and the steps that follow from them.
 
@@ -158,11 +170,8 @@ class SkippedRounds:
             self._has_warned = True
             _log.warning("the quorum has no effect on this worker: %s", obstacle)
 
-    def catch_up(self) -> bool:
+    def catch_up(self) -> CaughtUp:
         """Let no further round be skipped until the next step, and apply the steps that were missed.
-
-        Returns:
-            Whether a missed round has reported a preemption signal.
 
         Raises:
             WorkerError: the job failed, or a skipped round did not end within the deadline.
@@ -170,7 +179,7 @@ class SkippedRounds:
         self._binding.begin_contribution()
         missed, self._missed = self._missed, []
         if not missed:
-            return False
+            return CaughtUp(0, is_preempted=False)
         own = self._context.hyperparameters()
         for one in missed:
             self._apply(one)
@@ -178,7 +187,7 @@ class SkippedRounds:
             self._context.apply_hyperparameters(own)
         self._buffers.restore()
         self._context.writes.mark()
-        return any(one.sums.preempted for one in missed)
+        return CaughtUp(len(missed), is_preempted=any(one.sums.preempted for one in missed))
 
     @torch.no_grad()
     def _apply(self, missed: _MissedRound) -> None:
