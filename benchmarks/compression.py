@@ -134,7 +134,7 @@ def run(options: CompressionOptions, *, command: str) -> Result:
         return compression_accuracy.run(options, methods, command=command)
     rates = [parse_rate(text) for text in dict.fromkeys(options.rate_mbit or RATES)]
     alone = runs.measure_layers(options.model, options.batch_size, options.seed)
-    times = alone.scaled(options.step_ms / 1000 / alone.step_s)
+    times = alone.lasting(options.step_ms / 1000)
     rows: list[dict[str, Any]] = []
     for rate in rates:
         line = FREE if rate is None else f"{rate}mbit"

@@ -62,7 +62,7 @@ def run(options: LocalStepsOptions, *, command: str) -> Result:
             settings = LocalStepsRun(
                 strategy=strategy,
                 model=options.model,
-                times=alone.scaled(options.step_ms / 1000 / alone.step_s),
+                times=alone.lasting(options.step_ms / 1000),
                 workers=options.workers,
                 steps=options.steps,
                 seed=options.seed,

@@ -95,7 +95,7 @@ def run(options: OrderOptions, *, command: str) -> Result:
             print_progress(model)
             settings = OrderRun(
                 model=model,
-                times=alone.scaled(options.step_ms / 1000 / alone.step_s),
+                times=alone.lasting(options.step_ms / 1000),
                 step_s=options.step_ms / 1000,
                 blocks=options.blocks,
                 steps=options.steps,

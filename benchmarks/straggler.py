@@ -138,7 +138,7 @@ def run(options: StragglerOptions, *, command: str) -> Result:
     batch_size = options.batch_size or (32 if compute == "timed" else 4)
     steps = options.steps or (120 if compute == "timed" else 20)
     alone = runs.measure_layers(model, batch_size, seed)
-    times = alone.scaled(options.step_ms / 1000 / alone.step_s) if compute == "timed" else None
+    times = alone.lasting(options.step_ms / 1000) if compute == "timed" else None
     base = TrainingRun(
         model=model,
         times=times,

@@ -76,6 +76,10 @@ class ModelTimes:
         """Time of both passes."""
         return self.forward_s + self.backward_s
 
+    def lasting(self, step_s: float) -> ModelTimes:
+        """Return the times, scaled so that both passes together take `step_s`."""
+        return self.scaled(step_s / self.step_s)
+
     def scaled(self, factor: float, backward: float | None = None) -> ModelTimes:
         """Return the times multiplied by `factor`, as of a slower or faster machine.
 

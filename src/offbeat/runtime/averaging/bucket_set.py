@@ -183,7 +183,8 @@ class BucketSet:
         self._ready_entries.add(entry)
         if entry not in self._unused_entries:
             self._buckets[index].missing_count -= 1
-            self._launch_full()
+            if not self._buckets[index].missing_count:
+                self._launch_full()
 
     def begin_pass(self, unused: Iterable[int], weight: float) -> None:
         """Let other members begin the round, and buckets be sent without parameters that are not used.
