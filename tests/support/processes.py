@@ -46,6 +46,15 @@ class Ended:
     trace: str | None = None
     ended_s: float | None = None
 
+    def was_ended_by(self, error_type: str) -> bool:
+        """Whether it raised this error, or was told first that another worker had raised it.
+
+        Where every worker finds the same fault, the first that raises ends the job for those that have not
+        come so far: they raise a `WorkerError` with its text.
+        """
+        told = self.error_type == "WorkerError" and f" steps: {error_type}: " in (self.error or "")
+        return self.error_type == error_type or told
+
 
 class Cluster:
     """Running workers; leaving the `with` block ends those that are left."""
