@@ -171,12 +171,15 @@ class NimbleOptions:
     seed: Seed = 0
 
 
-@_benchmark("allreduce", minutes=10, needs="root")
+@_benchmark("allreduce", minutes=10, needs="root, but for --one-host")
 @dataclass(frozen=True, kw_only=True)
 class AllreduceOptions:
-    """All-reduce over links against gloo, between hosts with lines of known rate."""
+    """All-reduce over links against gloo, between hosts with lines of known rate or on one host."""
 
     workers: Workers = 4
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="All workers on this host, beside Open MPI if it is installed.")
+    ] = False
     rate_mbit: RateMbit = 1000
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of all-reduces per side and size.")] = 15
     seed: Seed = 0

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from benchmarks import allreduce, gpu, local_steps, memory, overhead, ray_chaos, slow_line, tls
+from benchmarks import allreduce, gpu, local_steps, memory, mpi, overhead, ray_chaos, slow_line, tls
 from benchmarks.__main__ import main
 from benchmarks.commands import (
     AllreduceOptions,
@@ -157,18 +157,17 @@ def test_local_steps_gives_the_ratio_to_computing_of_each_strategy():
     assert all(ratio > 0.9 for ratio in result.figures.values())  # a step waits at least as long
 
 
+SIZES = ["35KB", "600KB", "5MB", "67MB"]
+TO_RING = [f"ratio_to_ring_{{}}_{name}" for name in ("recursive_doubling", "rabenseifner", "direct")]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 def test_allreduce_gives_the_ratios_for_each_size():
     result = allreduce.run(AllreduceOptions(workers=3, rate_mbit=4000, blocks=1), command="test")
-    sizes = ["35KB", "600KB", "5MB", "67MB"]
-    ratios = ("ratio_to_bound", "ratio_to_gloo", "ratio_to_sockets", "sockets_ratio_to_bound")
-    others = [f"ratio_to_ring_{{}}_{name}" for name in ("recursive_doubling", "rabenseifner", "direct")]
-    names = [
-        name
-        for size in sizes
-        for name in [*(f"{ratio}_{size}" for ratio in ratios), *(other.format(size) for other in others)]
-    ]
+    ratios = ("ratio_to_bound", "sockets_ratio_to_bound", "ratio_to_gloo", "ratio_to_sockets")
+    of_size = ["links_ms_{}", *(f"{ratio}_{{}}" for ratio in ratios), *TO_RING]
+    names = [name.format(size) for size in SIZES for name in of_size]
     names += [
         "hierarchical_to_flat_ratio_67MB",
         "hierarchical_to_flat_ratio_trial",
@@ -176,7 +175,15 @@ def test_allreduce_gives_the_ratios_for_each_size():
     ]
     assert list(result.figures) == names
     assert result.machine["line_mbit_per_s"] == 4000
-    assert all(row["ratio_to_bound"] > 1 for row in result.rows if row["size"] == "67MB")
+    assert all(result.figures[f"{side}ratio_to_bound_67MB"] > 1 for side in ("", "sockets_"))
+
+
+@pytest.mark.long
+def test_allreduce_on_one_host_has_open_mpi_beside_it_where_that_is_installed():
+    result = allreduce.run(AllreduceOptions(workers=2, one_host=True, blocks=1), command="test")
+    others = ["gloo", *(["mpi"] if mpi.is_installed() else []), "sockets"]
+    of_size = ["links_ms_{}", *(f"ratio_to_{other}_{{}}" for other in others), *TO_RING]
+    assert list(result.figures) == [name.format(size) for size in SIZES for name in of_size]
 
 
 @pytest.mark.long

@@ -107,8 +107,8 @@ def stands(
         _stand_before_the_state_is_received(places)
     elif is_victim and phase in ("exchanging", *MEANS_OF_ALL):
         _hold_back_what_is_sent(places, session_of_loop, is_of_all=phase in MEANS_OF_ALL)
-    elif is_victim and phase == "last piece":
-        _hold_back_the_last_piece(places, session_of_loop)
+    elif is_victim and phase == "last step":
+        _hold_back_the_last_step(places, session_of_loop)
     epochs = 1 if phase in ("resting", "finished") else 2
     return train(
         rank,
@@ -123,8 +123,8 @@ def stands(
     )
 
 
-def _hold_back_the_last_piece(places: Places, session_of_loop: list[Any]) -> None:
-    """The worker does not send what is last in an exchange: its successor in the ring does not pass it on."""
+def _hold_back_the_last_step(places: Places, session_of_loop: list[Any]) -> None:
+    """The worker does not send in the last step of an exchange, so that one other member lacks the mean."""
     send = _ScheduleRun._send
 
     def send_all_but_the_last(self: _ScheduleRun, forward: Any, data: memoryview, start: int) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offbeat.numerics.collectives.schedules import (
     ALGORITHMS,
     Step,
+    algorithm_for,
     all_gather,
     all_to_all,
     chain_broadcast,
@@ -201,6 +202,22 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones(name):
         ValueError, match="ring, recursive_doubling, rabenseifner, direct, hierarchical:G or torus:G"
     ):
         schedule(name, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "workers", "name"),
+    [
+        (0, 1, "recursive_doubling"),
+        (8 << 10, 3, "recursive_doubling"),
+        ((8 << 10) + 1, 3, "ring"),
+        ((8 << 10) + 1, 4, "rabenseifner"),
+        (128 << 10, 8, "rabenseifner"),
+        (128 << 10, 6, "ring"),
+        ((128 << 10) + 1, 4, "ring"),
+    ],
+)
+def test_short_vectors_take_few_steps_and_long_ones_the_fewest_bytes(nbytes, workers, name):
+    assert algorithm_for(nbytes, workers) == name
 
 
 def test_groups_need_a_rank_and_a_known_algorithm():

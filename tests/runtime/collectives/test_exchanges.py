@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from offbeat.errors import WorkerError
 from offbeat.numerics.collectives.buckets import Bucket
-from offbeat.numerics.collectives.schedules import ALGORITHMS
+from offbeat.numerics.collectives.schedules import ALGORITHMS, AUTO
 from offbeat.runtime.averaging.buckets import GradientBucket
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import TensorMemory
@@ -285,6 +285,20 @@ def test_all_reduce_over_shared_memory_equals_the_sum(groups, size, dtype):
             if size > 1 and HAS_SHARED_MEMORY and length * dtype.itemsize > 2**20:
                 for one, before in zip(chosen.endpoints, sent, strict=True):
                     assert algorithm != "ring" or one.bytes_sent - before < length * dtype.itemsize // 10
+
+
+@pytest.mark.parametrize(
+    ("length", "algorithm"),
+    [(2_048, "recursive_doubling"), (2_049, "rabenseifner"), (32_768, "rabenseifner"), (32_769, "ring")],
+)
+def test_the_size_of_a_vector_chooses_the_algorithm(groups, length, algorithm):
+    """Algorithms add in different orders, so sums of random numbers differ in their last bits."""
+    four = groups[4]
+    generator = torch.Generator().manual_seed(length)
+    flats = [torch.randn(length, generator=generator) for _ in range(4)]
+    found = four.sum(flats, AUTO)
+    same = {other for other in ALGORITHMS if torch.equal(four.sum(flats, other)[0], found[0])}
+    assert same == {algorithm}
 
 
 @pytest.mark.skipif(not HAS_SHARED_MEMORY, reason="memory is shared on Linux only")

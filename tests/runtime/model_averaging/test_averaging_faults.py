@@ -132,8 +132,8 @@ def first_models(folder):
 def kill_at_rate_0(folder, phase, strategy):
     """The final model of the survivors, without updates, and how many averagings moved the mean."""
     with standing(strategy, folder, phase, rate=0.0) as fault:
-        if phase == "last piece":
-            wait_for_entry(fault.log, "a mean", lambda one: is_end(one) and one.worker == 0)
+        if phase == "last step":
+            wait_for_entry(fault.log, "a mean", lambda one: is_end(one) and one.worker == HOLDER)
         fault.kill()
         fault.places.open("open")
         ended = fault.running.ends()
@@ -160,8 +160,8 @@ def test_of_a_worker_that_is_killed_with_the_mean_the_others_keep_its_part(tmp_p
 
 
 def test_where_one_member_has_the_mean_its_share_of_it_moves_the_mean_of_the_others(tmp_path):
-    """Worker 1 is killed when worker 0 has all of the mean and worker 2 lacks the last piece."""
-    final, incomplete = kill_at_rate_0(tmp_path, "last piece", PReduce(P=3, overlap=False))
+    """Worker 1 is killed when worker 2 has all of the mean and worker 0, which worker 1 sends it to, not."""
+    final, incomplete = kill_at_rate_0(tmp_path, "last step", PReduce(P=3, overlap=False))
     first = first_models(tmp_path)
-    np.testing.assert_allclose(final, (np.mean(first, 0) + first[2]) / 2, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(final, (np.mean(first, 0) + first[0]) / 2, rtol=0, atol=1e-12)
     assert incomplete == 1

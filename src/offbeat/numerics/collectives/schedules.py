@@ -30,6 +30,11 @@ IntraGroup: TypeAlias = Literal["ring", "tree", "direct"]
 ALGORITHMS = ("ring", "recursive_doubling", "rabenseifner", "direct")
 """All-reduces that depend only on the number of ranks; see `schedule`."""
 
+AUTO = "auto"
+"""An all-reduce by the algorithm that `algorithm_for` chooses."""
+
+_SHORT_BYTES, _MEDIUM_BYTES = 8 << 10, 128 << 10
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
@@ -101,6 +106,26 @@ def cut_segments(length: int, parts: int) -> list[tuple[int, int]]:
 def segment_span(bounds: list[tuple[int, int]], segment: int | None, count: int) -> tuple[int, int]:
     """Return the (start, stop) elements of `count` contiguous segments; (0, 0) if `segment` is None."""
     return (0, 0) if segment is None else (bounds[segment][0], bounds[segment + count - 1][1])
+
+
+def algorithm_for(nbytes: int, workers: int) -> str:
+    """Return the all-reduce that takes least time for vectors of a size, on one host and on lines alike.
+
+    Up to 8 KiB only the number of steps counts: recursive doubling. Up to 128 KiB `rabenseifner`, which sends
+    no more than a ring does in fewer steps, if the number of ranks is a power of two; else a ring.
+
+    Source: the three ranges are those of Thakur, Rabenseifner and Gropp 2005 (as in `recursive_doubling`),
+    section 4.5. Deviation: their limits are 2 KB and, on networks where distant ranks share lines, 512 KB;
+    these were measured by `python -m benchmarks allreduce`.
+
+    Args:
+        nbytes: of the vector on one rank.
+        workers: number of ranks, at least 1.
+    """
+    if nbytes <= _SHORT_BYTES:
+        return "recursive_doubling"
+    is_power_of_two = not workers & (workers - 1)
+    return "rabenseifner" if nbytes <= _MEDIUM_BYTES and is_power_of_two else "ring"
 
 
 def schedule(algorithm: str, workers: int, rank: int) -> Schedule:

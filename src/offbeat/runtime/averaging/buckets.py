@@ -43,6 +43,7 @@ from torch import nn
 
 from offbeat.errors import OffbeatError
 from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.collectives.interface import Exchange, PendingExchange
 from offbeat.runtime.devices.interface import CallWhenReady
@@ -218,7 +219,7 @@ class GradientBucket:
         *,
         exchange_id: int,
         index: int,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
@@ -250,7 +251,7 @@ class GradientBucket:
         """
         return False
 
-    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
+    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = AUTO) -> None:
         """Let other members begin the next round; see `Exchange.prepare`."""
         exchange.prepare(
             self.output.flat,

@@ -33,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat.numerics.collectives.buckets import Bucket
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.numerics.compressors.interface import CompressionMethod
 from offbeat.numerics.compressors.momentum import MomentumCompressor, MomentumCorrection
 from offbeat.runtime.averaging.buckets import GradientBucket, ZerosFactory
@@ -84,7 +85,7 @@ class CompressedBucket(GradientBucket):
         *,
         exchange_id: int,
         index: int,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
     ) -> PendingExchange:
@@ -126,7 +127,7 @@ class CompressedBucket(GradientBucket):
         """See `GradientBucket.advance`."""
         return self._sums is not None and self._sums.advance(timeout_s)
 
-    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = "ring") -> None:
+    def prepare(self, exchange: Exchange, *, exchange_id: int, index: int, algorithm: str = AUTO) -> None:
         """See `GradientBucket.prepare`: nothing, as compressed sums do not arrive in this bucket's memory."""
 
     def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from offbeat.numerics.collectives.buckets import plan_buckets
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.runtime.averaging.buckets import GradientBucket
 from offbeat.runtime.averaging.staged_buckets import make_buckets
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
@@ -32,7 +33,7 @@ class Candidate:
     """
 
     exchange: Exchange
-    algorithm: str = "ring"
+    algorithm: str = AUTO
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ from offbeat.events import (
     ResolveLateBlock,
     SkipRound,
 )
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.policies.membership.group_membership import ExchangeDecision, GroupMembership
 from offbeat.policies.membership.group_protocol import GroupProtocol
 from offbeat.runtime.collectives.interface import Exchange, TensorMemory
@@ -142,7 +143,7 @@ class GroupBinding:
         self._handle: GroupHandle | None = None
         self._handle_generation = -1
         self._exchange_id = 0  # the first unused one of this handle
-        self._algorithm_of: dict[tuple[int, ...], str] = {}  # by members; else a ring
+        self._algorithm_of: dict[tuple[int, ...], str] = {}  # by members; else `AUTO`
         self._skip_due_s = 0.0  # end of the grace of the last SkipRound
         self._stops_skipping = False
         self._transfer: Exchange | None = None
@@ -426,7 +427,7 @@ class GroupBinding:
         weight = group.weights[position] * len(group.members)
         self._handle = GroupHandle(
             exchange=exchange,
-            algorithm=self._algorithm_of.get(group.members, "ring"),
+            algorithm=self._algorithm_of.get(group.members, AUTO),
             members=group.members,
             position=position,
             weight=weight,

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from offbeat.errors import WorkerError
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.runtime.collectives.contribution import ExternalElements
 from offbeat.runtime.devices.interface import CallWhenReady, Device
 from offbeat.runtime.transport.endpoint import Endpoint
@@ -62,7 +63,7 @@ class Exchange(Protocol):
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
         after: CallWhenReady | None = None,
@@ -75,9 +76,9 @@ class Exchange(Protocol):
         Args:
             exchange_id: never used twice, 0 <= exchange_id < 2**32; larger is later.
             index: distinguishes the tensors of one exchange id, less than 2**20.
-            algorithm: one of `offbeat.numerics.collectives.schedules.ALGORITHMS`, or `hierarchical:G` or
-                `torus:G` for groups of G members; the same on all members. `TorchExchange` ignores it: torch
-                chooses its own.
+            algorithm: one of `offbeat.numerics.collectives.schedules.ALGORITHMS`, `hierarchical:G` or
+                `torus:G` for groups of G members, or `AUTO` for what `algorithm_for` returns; the same on all
+                members. `TorchExchange` ignores it: torch chooses its own.
             priority: exchanges with a lower number overtake those under way. `TorchExchange` keeps the order
                 of the calls.
             external: replaces elements of `flat` by values that lie elsewhere. Those that have to be sent are
@@ -96,7 +97,7 @@ class Exchange(Protocol):
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         after: CallWhenReady | None = None,
     ) -> None:
         """Announce an `all_reduce` into this tensor with this id, index and algorithm.

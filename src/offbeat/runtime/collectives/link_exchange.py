@@ -17,7 +17,9 @@ import torch
 
 from offbeat.errors import LinkError, ProtocolError, WorkerError
 from offbeat.numerics.collectives.schedules import (
+    AUTO,
     Schedule,
+    algorithm_for,
     all_gather,
     all_to_all,
     chain_broadcast,
@@ -91,7 +93,7 @@ class LinkExchange:
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
         after: CallWhenReady | None = None,
@@ -108,7 +110,7 @@ class LinkExchange:
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         after: CallWhenReady | None = None,
     ) -> None:
         """See `Exchange.prepare`."""
@@ -187,6 +189,8 @@ class LinkExchange:
         if operation != self.position and self._endpoint.has_readers(memory_of(into)):
             raise ValueError("expected memory that no member reads, got memory that a member may still read")
         self._first_unused_tag = max(self._first_unused_tag, _tag(exchange_id + 1, 0))
+        if operation == AUTO:
+            operation = algorithm_for(into.nbytes, self.size)
         plan = self._plan(operation, into.numel())
         tag = _tag(exchange_id, index)
         return _ScheduleRun(self._endpoint, self._names, plan, into, tag, self._note_line_time)

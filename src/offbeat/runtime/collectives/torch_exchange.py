@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from offbeat.errors import WorkerError
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.runtime.collectives.contribution import Contribution, ExternalElements
 from offbeat.runtime.collectives.interface import PendingExchange, check_equal_parts
 from offbeat.runtime.devices.interface import Accelerator, CallWhenReady, Device
@@ -67,7 +68,7 @@ class TorchExchange:
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         priority: int = 0,
         external: Sequence[ExternalElements] = (),
         after: CallWhenReady | None = None,
@@ -83,7 +84,7 @@ class TorchExchange:
         *,
         exchange_id: int,
         index: int = 0,
-        algorithm: str = "ring",
+        algorithm: str = AUTO,
         after: CallWhenReady | None = None,
     ) -> None:
         """See `Exchange.prepare`: nothing to do with torch."""

@@ -36,6 +36,7 @@ import torch
 
 from offbeat.errors import OffbeatError
 from offbeat.events import AverageModels
+from offbeat.numerics.collectives.schedules import AUTO
 from offbeat.numerics.compressors.interface import CompressionMethod, Compressor
 from offbeat.runtime.collectives.compressed_sum import EXCHANGES_MAX, CompressedSum
 from offbeat.runtime.collectives.interface import Exchange
@@ -102,7 +103,7 @@ class PseudoGradients:
                 own.add_(fragment.of(self._residuals[number]), alpha=self._decay)
             residual = own.new_zeros(len(own) if compressor.keeps_residual else 0)
             total = fragment.of(parameters.outputs[number])
-            one = CompressedSum(exchange, averaging.exchange_id, number * EXCHANGES_MAX, "ring", 0)
+            one = CompressedSum(exchange, averaging.exchange_id, number * EXCHANGES_MAX, AUTO, 0)
             if exchange.size == 1 or not len(own):
                 total.copy_(own)
             else:
