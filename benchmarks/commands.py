@@ -261,7 +261,7 @@ class LogOptions:
     seed: Seed = 0
 
 
-@_benchmark("coordinator", minutes=7)
+@_benchmark("coordinator", minutes=13)
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorOptions:
     """Processor time, log and journal of the coordinator for a step of a worker; start-up, next to DDP's."""

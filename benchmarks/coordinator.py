@@ -8,9 +8,9 @@ parameter server, that the step is finished), and one with the times of ten step
 assigned, the coordinator answers with a block, on a parameter server with a permit.
 
 The start takes from the start of the coordinator's process until every worker knows all others and may begin
-its first step. To compare with DDP, real workers are started by torchrun on this machine, half of the time
-for `bsp` and half for DDP on gloo: from the start of torchrun until the last worker may begin its first step,
-and the same without the imports (`benchmarks.starting`).
+its first step. To compare with DDP, real workers are started by torchrun on this machine, by turns for `bsp`
+and for DDP on gloo: from the start of torchrun until the last worker may begin its first step, and the same
+without the imports (`benchmarks.starting`), medians of three starts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from benchmarks.children import Child
@@ -38,6 +39,7 @@ from offbeat.strategies import parse_strategy
 STRATEGIES: Final = ("bsp", "partial", "ssp")
 WORKERS: Final = (4, 16, 64, 256, 1024)
 REAL_WORKERS: Final = (4, 8, 16, 32)
+_STARTS: Final = 3  # of each side, by turns
 _START_S = 120.0
 _SILENT_S = 300.0
 _WARMUP_STEPS = 3
@@ -68,11 +70,14 @@ def run(options: CoordinatorOptions, *, command: str) -> Result:
         if row["strategy"] == strategies[0]:
             figures[f"start_s_{row['workers']}"] = row["start_s"]
     for workers in _real_workers(options):
+        print_progress(f"start of {workers} real workers")
+        starts = [(side, measure_start(side, workers)) for _ in range(_STARTS) for side in SIDES]
         for side in SIDES:
-            print_progress(f"start of {workers} real workers, {side}")
-            started = measure_start(side, workers)
-            figures[f"{side}_start_s_{workers}"] = started.start_s
-            figures[f"{side}_join_s_{workers}"] = started.join_s
+            of_side = [start for other, start in starts if other == side]
+            figures[f"{side}_start_s_{workers}"] = median(start.start_s for start in of_side)
+            figures[f"{side}_join_s_{workers}"] = median(start.join_s for start in of_side)
+        bsp_s, ddp_s = (figures[f"{side}_start_s_{workers}"] for side in SIDES)
+        figures[f"start_ratio_to_ddp_{workers}"] = bsp_s / ddp_s
     return Result(name="coordinator", command=command, kind="timed", seed=None, figures=figures, rows=rows)
 
 

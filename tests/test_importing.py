@@ -81,6 +81,29 @@ def test_the_public_parameter_server_needs_torch_for_its_translations_only():
     assert in_a_fresh_process(code) == "True"
 
 
+def test_a_strategy_is_imported_without_the_others():
+    code = (
+        "import sys, offbeat.strategies as strategies\n"
+        "assert not [name for name in sys.modules if name.startswith('offbeat.runtime')]\n"
+        "strategies.AllReduce\n"
+        "rooms = ('staleness', 'ps', 'hybrid', 'model_averaging')\n"
+        "ours = [name.split('.') for name in sys.modules if name.startswith('offbeat.')]\n"
+        "print([name for name in ours if name[-2] in rooms])"
+    )
+    assert in_a_fresh_process(code) == "[]"
+
+
+def test_every_strategy_is_found_in_the_package():
+    code = (
+        "import offbeat.strategies as strategies\n"
+        "assert set(dir(strategies)) == set(strategies.__all__)\n"
+        "kinds = strategies.STRATEGIES.values()\n"
+        "print(all(getattr(strategies, kind.__name__) is kind for kind in kinds))\n"
+        "print(hasattr(strategies, 'NoStrategy'))"
+    )
+    assert in_a_fresh_process(code) == "True\nFalse"
+
+
 def test_sparse_logistic_regression_needs_no_torch():
     code = "import sys, benchmarks.sparse_lr, offbeat.apps.sparse_lr.libsvm\nprint('torch' in sys.modules)"
     assert in_a_fresh_process(code) == "False"

@@ -49,6 +49,7 @@ def test_the_start_of_real_workers_is_next_to_that_of_ddp(tmp_path):
     figures = json.loads(path.read_text())["figures"]
     for side in ("bsp", "ddp"):
         assert 0 < figures[f"{side}_join_s_2"] < figures[f"{side}_start_s_2"]
+    assert figures["start_ratio_to_ddp_2"] == figures["bsp_start_s_2"] / figures["ddp_start_s_2"]
 
 
 def test_an_unknown_strategy_is_refused_before_anything_is_measured(capsys):

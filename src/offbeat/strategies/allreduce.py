@@ -11,12 +11,13 @@ from offbeat.strategies.base import GroupAveraging, check_timeout, lockstep_spec
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(GroupAveraging):
-    """Ring all-reduce of all gradients over all workers, overlapped with the backward pass.
+    """All-reduce of all gradients over all workers, overlapped with the backward pass.
 
     After each step all replicas are bit-identical, and training equals training in one process on the
     workers' concatenated batches. The slowest worker sets the pace; the loss of a worker ends the job.
 
-    Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 4 (ring); Li et al.
+    Source: Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms, section 4 (ring); Thakur et al.
+    2005, Optimization of collective communication operations in MPICH, section 4.5 (up to 128 KiB); Li et al.
     2020, PyTorch Distributed, section 3.2 (buckets, overlap; the default of 25 MiB).
 
     Args:

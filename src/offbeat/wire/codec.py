@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import (
     Annotated,
@@ -87,9 +87,15 @@ def _struct_of(kind: type, *, is_received: bool = False) -> type[msgspec.Struct]
     return msgspec.defstruct(kind.__name__, columns, tag=kind.__name__, tag_field="type", **_STRUCT_OPTIONS)
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    return get_type_hints(kind)
+
+
 def _columns(kind: type) -> list[tuple[str, Any, Any]]:
     """Return name, constrained type and default of each field of a dataclass."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     return [
         (
             field.name,
@@ -156,14 +162,14 @@ _DEFAULTS: Final = {kind: _defaults(kind) for kind in _KINDS.values()}
 _PARTS_DEFAULTS: Final = {  # by kind, its fields that hold dataclasses with defaults, and these
     kind: [
         (name, _defaults(part))
-        for name, hint in get_type_hints(kind).items()
+        for name, hint in _hints(kind).items()
         for part in get_args(hint)
         if is_dataclass(part) and _defaults(part)
     ]
     for kind in _KINDS.values()
 }
 _CONVERTED: Final = {  # the fields whose value differs from that in the struct, and their types
-    kind: [(name, hint) for name, hint in get_type_hints(kind).items() if not _is_same_in_struct(hint)]
+    kind: [(name, hint) for name, hint in _hints(kind).items() if not _is_same_in_struct(hint)]
     for kind in _KINDS.values()
 }
 _METRICS: Final = {
@@ -174,7 +180,7 @@ _METRICS: Final = {
 }
 _EVENT_STRUCTS: Final = [_struct_of(kind, is_received=True) for kind in _EVENTS.values()]
 _ACTION_STRUCTS: Final = [_struct_of(kind) for kind in _ACTIONS.values()]
-_EntryStruct: Final = reduce(or_, [_struct_of(kind) for kind in _KINDS.values()])
+_EntryStruct: Final = reduce(or_, [*(_struct_of(kind) for kind in _EVENTS.values()), *_ACTION_STRUCTS])
 prime_msgspec_types(*_KINDS.values())
 
 _event_decoder: Final = msgspec.msgpack.Decoder(list[reduce(or_, _EVENT_STRUCTS)])  # type: ignore[misc]
