@@ -12,6 +12,7 @@ import pytest
 from rich.cells import cell_len
 
 from offbeat.cli import output, tables, timesheet
+from offbeat.cli.doctor import Finding
 from offbeat.cli.main import main
 from offbeat.cli.output import OutputError, ReaderClosedError, TextTable
 from support.comparison_rows import row, sheet_of_three_epochs
@@ -19,7 +20,7 @@ from support.lockstep_log import lockstep_group, log_of
 from support.source_files import imports, modules, name_of
 from support.wide_result import RESULT
 
-COMMANDS = ("", "run", "train", "compare", "simulate", "replay", "trace", "serve")
+COMMANDS = ("", "run", "train", "compare", "simulate", "replay", "trace", "doctor", "serve")
 OFFBEAT = f"{sys.executable} -m offbeat"
 SIMULATE = "simulate --strategy ssp:s=3 --workers 3 --steps 5"
 ROWS = [
@@ -48,6 +49,7 @@ def tables_of_a_training():
         tables.time_parts_table(sheet),
         tables.results_table(figures, log),
         tables.comparison_table(ROWS, "mlp on digits, 4 workers"),
+        tables.findings_table([Finding(check="open files", level="problem", found="100 may be open")]),
     )
 
 
@@ -67,7 +69,9 @@ def words_of_the_result():
 SHOWN = {
     **{
         name: (words_of(table), lambda table=table: output.print_output(table))
-        for name, table in zip(("parts", "findings", "comparison"), tables_of_a_training(), strict=True)
+        for name, table in zip(
+            ("parts", "results", "comparison", "findings"), tables_of_a_training(), strict=True
+        )
     },
     "result": (words_of_the_result(), RESULT.print),
 }

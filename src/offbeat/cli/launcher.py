@@ -39,8 +39,13 @@ def run(options: RunOptions, arguments: Sequence[str]) -> int:
     """
     from offbeat.runtime.launch import launch
     from offbeat.runtime.launching.outcomes import has_job_succeeded, outcome_summary
+    from offbeat.runtime.processes import child
 
-    _check_arguments(arguments)
+    if options.check:
+        if arguments:
+            raise ValueError(f"--check looks at the job and starts no script, got {arguments[0]}")
+    else:
+        _check_arguments(arguments)
     if options.tls and options.nnodes != "1":
         raise ValueError(
             f"--tls is for jobs on one host, got --nnodes {options.nnodes}: make certificates with openssl "
@@ -53,13 +58,18 @@ def run(options: RunOptions, arguments: Sequence[str]) -> int:
         )
     env = _settings(options)
     command = list(arguments)
-    if not options.no_python:
+    if options.check:
+        if node.world < 2:
+            raise ValueError("--check needs at least 2 workers (--nproc-per-node); for one, `offbeat doctor`")
+        command = child.module_command("offbeat.cli.job_check")
+        env |= {"COLUMNS": str(output.terminal_columns() or "")}
+    elif not options.no_python:
         command = [sys.executable, "-u", *(["-m"] if options.module else []), *command]
     errors: list[output.OutputError] = []
 
     def show(rank: int, line: str) -> None:
         try:
-            print(f"[{rank}] {line}", flush=True)
+            print(line if options.check else f"[{rank}] {line}", flush=True)
         except output.OutputError as error:  # a full disk ends the display, not the workers
             entry.print_error(f"the workers' output is no longer shown: {error.reason}", entry.FAILED)
             errors.append(error)

@@ -180,6 +180,28 @@ def run(context: typer.Context, options: RunOptions) -> None:
 
 
 @app.command()
+def doctor() -> None:
+    """Look at this machine before a training: what would stop it or slow it down, and what to do.
+
+    In a worker of a job (RANK and WORLD_SIZE are set, as by torchrun or srun) it looks at the job too, as
+    offbeat run --check does: start it on every worker.
+
+    The exit code is 1 if there is a problem that stops every training.
+    """
+    from offbeat.cli import doctor as checks
+    from offbeat.cli import tables
+
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        from offbeat.cli import job_check
+
+        raise typer.Exit(job_check.main())
+    findings = [*checks.check_machine()]
+    output.print_output(tables.findings_table(findings), *checks.advice_lines(findings))
+    if any(one.level == "problem" for one in findings):
+        raise typer.Exit(entry.FAILED)
+
+
+@app.command()
 def serve(
     cluster: Annotated[
         Path | None,

@@ -215,6 +215,14 @@ class RunOptions:
             help="Port of that store; by default 29500 with several hosts, else a free one.",
         ),
     ] = None
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Start no script: let the workers look at their hosts and at the connections between them, "
+            "as offbeat doctor does for one host.",
+        ),
+    ] = False
     standalone: Annotated[
         bool, typer.Option("--standalone", help="One host and a free port, which is the default.")
     ] = False

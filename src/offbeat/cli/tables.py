@@ -7,6 +7,7 @@ from typing import Final
 
 from offbeat.cli import comparison, timesheet
 from offbeat.cli.comparison import ComparisonRow
+from offbeat.cli.doctor import Finding
 from offbeat.cli.output import NO_VALUE, TextTable
 from offbeat.cli.timesheet import TIME_PARTS, TimeSheet, TimeSheetEntry
 
@@ -17,6 +18,15 @@ _FINDINGS: Final = (
     ("test accuracy", "accuracy", "{:.2%}"),
     ("training loss", "loss", "{:.4f}"),
 )
+
+
+def findings_table(findings: Sequence[Finding]) -> TextTable:
+    """Return a row for each of what `offbeat doctor` has found."""
+    return TextTable(
+        headers=("check", "result", "found"),
+        rows=[(one.check, one.level, one.found) for one in findings],
+        text_columns=frozenset(range(3)),
+    )
 
 
 def epoch_line(epoch: int, entries: Sequence[TimeSheetEntry]) -> str:

@@ -68,6 +68,7 @@ _hosted_stores: dict[
 ] = {}  # by port; kept, since workers may already be connected for the next join
 _NAMED_MAX = 8
 _DIAL_EVERY_S = 0.1
+_STORE_MARGIN_S = 2.0  # a wait that the store ends itself leaves no thread behind
 _LOOKUP_S = 5.0  # how long to look up which job uses the port
 _T = TypeVar("_T")
 _log = logging.getLogger("offbeat")
@@ -153,13 +154,24 @@ class RendezvousInfo:
             return [value.decode() for value in store.multi_get(names)]
 
         try:
-            return run_with_deadline(read, time.monotonic() + self.start_s)
+            return run_with_deadline(read, time.monotonic() + self.start_s + _STORE_MARGIN_S)
         except (RuntimeError, TimeoutError) as error:
             missing = [worker for worker, name in enumerate(names) if not store.check([name])]
             raise WorkerError(
                 f"worker {self.worker} waited {self.start_s:g} s for the {key} of workers {missing}; "
                 f"look for workers that are stuck, were lost while they joined, or have no {key} to give"
             ) from error
+
+    def part(self) -> None:
+        """Tell the others that this worker needs the store no more; the one that hosts it waits for them all.
+
+        Raises:
+            WorkerError: another worker needed it for longer than the start may take.
+        """
+        if self.hosts_store:
+            self.gather("parted", "")
+        elif self.store is not None:
+            self.store.set(f"parted/{self.worker}", "")
 
     def wait_for_late_workers(self) -> None:
         """Wait until every worker knows the coordinator, if this process hosts the store.
@@ -241,6 +253,35 @@ def rendezvous(
         job_name=environment.job_name,
         shares_token=environment.token_file is None,
     )
+
+
+def meet(environment: Environment) -> RendezvousInfo:
+    """Find the other workers of a job's start, with which this one can `gather`, and start no coordinator.
+
+    Args:
+        environment: of a worker of a job with several, whose workers start the coordinator.
+
+    Raises:
+        OffbeatError: the store could not be reached in time, or this process may open too few files.
+    """
+    limit_s = time.monotonic() + environment.start_s
+    _check_files(environment, limit_s)
+    hosts_store = _hosts_store(environment)
+    alone = RendezvousInfo(
+        worker=environment.rank,
+        world=environment.world,
+        job="",
+        token="",
+        host=own_address(environment.master_addr),
+        coordinator=(),
+        store=_open_store(environment, hosts_store, limit_s),
+        hosts_store=hosts_store,
+        start_s=environment.start_s,
+        deadline_s=limit_s,
+    )
+    drawn = alone.gather("arrival", json.dumps(new_job_id_and_token()))[0]
+    job, token = json.loads(drawn)
+    return replace(alone, job=job, token=token)
 
 
 def _token(found: dict[str, Any], environment: Environment) -> str:
