@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.namespaces import missing
 from offbeat.cli.doctor import check_machine
 from offbeat.cli.main import main
 
@@ -24,7 +25,8 @@ CHECKS = [
     "ports",
 ]
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1"}
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="namespaces of the kernel need root")
+WIDE = "400"  # columns, so that no row is broken
+needs_namespaces = pytest.mark.skipif(missing() is not None, reason=f"needs network namespaces: {missing()}")
 
 
 def findings(environ=()):
@@ -38,12 +40,13 @@ def doctor(*prefix, **variables):
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"COLUMNS": "300"} | variables,
+        env=os.environ | {"COLUMNS": WIDE} | variables,
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_each_check_has_a_row_and_only_what_needs_something_has_advice(capsys):
+def test_each_check_has_a_row_and_only_what_needs_something_has_advice(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", WIDE)
     found = findings(os.environ)
     assert list(found) == CHECKS
     assert all(bool(one.advice) == (one.level != "ok") for one in found.values())
@@ -91,17 +94,17 @@ def test_a_launcher_that_ends_survivors_is_named(environ, level, words):
     assert words in found.found
 
 
-@needs_root
+@needs_namespaces
 def test_a_container_with_little_shared_memory_and_no_network_is_described():
     script = 'mount -t tmpfs -o size=1m none /dev/shm && ip link set lo up && "$0" "$@"'
     code, shown = doctor("unshare", "--mount", "--net", "bash", "-c", script)
     assert "1 MiB free of 1 MiB" in shown
     assert "--shm-size" in shown
-    assert "only the loopback interface; no route to other hosts" in shown
+    assert "; no route to other hosts" in shown
     assert code == 0
 
 
-@needs_root
+@needs_namespaces
 def test_a_host_on_which_no_connection_works_is_a_problem():
     code, shown = doctor("unshare", "--net")  # even its loopback interface is down
     assert "a connection to a free port of 127.0.0.1 fails" in shown

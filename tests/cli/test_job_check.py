@@ -23,6 +23,7 @@ from offbeat.runtime.launch import find_free_port, launch
 from offbeat.runtime.processes import child
 
 FAST, SLOW = 1e8, 1e7
+WIDE = "400"  # columns, so that no row is broken
 
 
 def report(worker, address="10.0.0.1", version="torch 2"):
@@ -108,7 +109,7 @@ def run(*command, **variables):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"COLUMNS": "200"} | variables,
+        env=os.environ | {"COLUMNS": WIDE} | variables,
     )
 
 
@@ -128,12 +129,11 @@ def test_workers_of_a_host_measure_all_their_connections(command):
 
 
 def test_a_worker_that_does_not_come_is_named_in_time():
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OFFBEAT_START_S": "2"}
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OFFBEAT_START_S": "5"}
     variables["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     done = run("offbeat", "doctor", **variables, MASTER_PORT=str(find_free_port()))
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert "worker 0 waited 2 s for the arrival of workers [1]" in line
+    assert "worker 0 waited 5 s for the arrival of workers [1]" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def check_between(places):
         len(places),
         prefix=[host.prefix for host in places],
         master_addr=places[0].address,
-        env={"COLUMNS": "200"},
+        env={"COLUMNS": WIDE},
         on_output=lambda rank, line: lines.append(line) if rank == 0 else None,
         timeout_s=300,
     ) as running:
