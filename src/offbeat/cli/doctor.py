@@ -21,7 +21,6 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from offbeat.data import resolve_data_dir
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control import environment as settings
 from offbeat.runtime.control.environment import available_cores, read_environment
@@ -264,9 +263,20 @@ def _check_loader_memory() -> Finding:
 
 
 def _check_folders() -> Iterator[Finding]:
-    for check, folder in (("temporary files", tempfile.gettempdir()), ("data sets", resolve_data_dir(None))):
+    folders = {}
+    try:
+        folders["temporary files"] = tempfile.gettempdir()
+    except OSError as error:
+        yield Finding(
+            check="temporary files", level="problem", found=describe_os_error(error), advice="set TMPDIR"
+        )
+    with suppress(ImportError, OSError):  # of torch, which is reported with the versions
+        from offbeat.data import resolve_data_dir
+
+        folders["data sets"] = resolve_data_dir(None)
+    for check, folder in folders.items():
         where = Path(folder)
-        while not where.exists() and where != where.parent:  # it is made when it is needed
+        while not os.path.exists(where) and where != where.parent:  # it is made when it is needed
             where = where.parent
         if not os.access(where, os.W_OK | os.X_OK):
             yield Finding(
@@ -296,8 +306,8 @@ def _check_interfaces() -> Finding:
         return Finding(
             check="network",
             level="advice",
-            found=f"{shown}; no route to other hosts",
-            advice="jobs of this host alone work; for others, set up a default route",
+            found=f"{shown}; no default route",
+            advice="only hosts in the networks of these interfaces can be reached",
         )
     return Finding(check="network", level="ok", found=f"{shown}; {address} on the way to other hosts")
 

@@ -90,10 +90,10 @@ class Report:
 def main() -> int:
     """Check the job as one of its workers; return the exit code, which is 1 if there is a problem."""
     environment = read_environment()
-    if environment.world == 1 or environment.coordinator is not None:
+    if environment.world == 1 or environment.coordinator is not None or environment.is_newcomer:
         raise OffbeatError(
-            "expected a job of several workers without a coordinator of its own: start it with "
-            "'offbeat run --check --nproc-per-node N'"
+            "expected a worker of a job that begins with several: leave OFFBEAT_COORDINATOR and "
+            "OFFBEAT_NEWCOMER unset, and start it with 'offbeat run --check --nproc-per-node N'"
         )
     met = meet(environment)
     reports, measured = _measure_job(met)

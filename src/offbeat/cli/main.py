@@ -183,7 +183,7 @@ def run(context: typer.Context, options: RunOptions) -> None:
 def doctor() -> None:
     """Look at this machine before a training: what would stop it or slow it down, and what to do.
 
-    In a worker of a job (RANK and WORLD_SIZE are set, as by torchrun or srun) it looks at the job too, as
+    In a worker of a job (RANK and WORLD_SIZE are set, as by torchrun) it looks at the job too, as
     offbeat run --check does: start it on every worker.
 
     The exit code is 1 if there is a problem that stops every training.
