@@ -24,7 +24,7 @@ from typing import Final, Literal, TypeAlias
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control import environment as settings
 from offbeat.runtime.control.environment import available_cores, read_environment
-from offbeat.runtime.transport.addresses import own_address
+from offbeat.runtime.transport.addresses import PROBE_ADDRESS, own_address
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY, allocate_memory
 
 Level: TypeAlias = Literal["ok", "advice", "problem"]
@@ -34,7 +34,6 @@ _FILES_ENOUGH: Final = 1024
 _SHM_BYTES_ENOUGH: Final = 512 * 2**20
 _DISK_BYTES_MIN: Final = 100 * 2**20
 _CONNECT_S: Final = 5.0
-_ELSEWHERE: Final = "192.0.2.1"  # reserved for documentation (RFC 5737); nothing is sent to it
 _PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _INTERFACES: Final = Path("/sys/class/net")
 _QUOTA_V2: Final = Path("/sys/fs/cgroup/cpu.max")
@@ -301,7 +300,7 @@ def _check_interfaces() -> Finding:
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     shown = ", ".join(map(_describe_interface, names)) or "only the loopback interface"
     try:
-        address = own_address(_ELSEWHERE)
+        address = own_address(PROBE_ADDRESS)
     except OffbeatError:
         return Finding(
             check="network",
@@ -348,7 +347,7 @@ def _check_host_name() -> Finding:
 def _check_ports() -> Finding:
     """Find whether processes of this host reach each other by the address that other hosts use."""
     try:
-        host = own_address(_ELSEWHERE)
+        host = own_address(PROBE_ADDRESS)
     except OffbeatError:
         host = "127.0.0.1"
     try:

@@ -1,6 +1,6 @@
 """The check of a job, in one of its workers: what `offbeat run --check` starts.
 
-Workers meet in the job's store, tell each other what they have found on their hosts, and connect to each
+Workers meet in the job's store, send each other what they have found on their hosts, and connect to each
 other as in a training. Then pairs of workers measure latency and rate of their connection, each worker in one
 pair at a time. Rank 0 prints what all have found.
 
@@ -17,7 +17,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Final
@@ -65,7 +65,7 @@ class Connection:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a worker tells the others of itself.
+    """What a worker reports of itself to the others.
 
     Attributes:
         worker: its id.
@@ -165,10 +165,9 @@ def rounds_of_pairs(workers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 class _Links:
-    """One worker's connections: it answers the others at any time, and measures when it is told to."""
+    """One worker's connections: it answers the others at any time, and measures when `measure` is called."""
 
     def __init__(self, met: RendezvousInfo) -> None:
-        self._worker = met.worker
         self._answers: queue.SimpleQueue[tuple[str, bytes | LinkError]] = queue.SimpleQueue()
         self._tag = met.worker << 32
         self.endpoint = Endpoint(
@@ -267,9 +266,7 @@ def summarize_machines(reports: Sequence[Report]) -> list[Finding]:
     for finding in sorted(workers_of, key=lambda one: checks.index(one.check)):
         workers = workers_of[finding]
         of = "" if len(workers) == len(reports) else f" (workers {', '.join(map(str, workers))})"
-        merged.append(
-            Finding(check=finding.check, level=finding.level, found=finding.found + of, advice=finding.advice)
-        )
+        merged.append(replace(finding, found=finding.found + of))
     return merged + _compare_versions(reports)
 
 
@@ -320,7 +317,7 @@ def summarize_connections(reports: Sequence[Report], measured: Sequence[Connecti
 
 
 def _find_slow_workers(by_worker: Mapping[int, Report], good: Sequence[Connection]) -> list[Finding]:
-    """Return the workers whose fastest connection is slow beside that of others; of two workers, neither."""
+    """Return the workers whose fastest connection is slower than half the usual; of two workers, neither."""
     workers = sorted({one for connection in good for one in (connection.first, connection.second)})
     if len(workers) < 3:
         return []

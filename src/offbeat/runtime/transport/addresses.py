@@ -32,7 +32,7 @@ from offbeat.runtime.transport.descriptors import is_out_of_descriptors
 BACKLOG = 512
 HAS_ABSTRACT_SOCKETS = sys.platform == "linux"  # elsewhere sockets have no abstract names
 
-_PROBE_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): not in use, and nothing is sent to it
+PROBE_ADDRESS = "192.0.2.1"  # reserved for documentation (RFC 5737): not in use, and nothing is sent to it
 
 SocketAddress = str | tuple[str, int]
 
@@ -242,7 +242,7 @@ def own_address(master_addr: str) -> str:
         ) from error
     if ip_address(address).is_loopback and master_addr != "localhost" and not _is_address(master_addr):
         with suppress(OSError):
-            return _source_address(_PROBE_ADDRESS)
+            return _source_address(PROBE_ADDRESS)
     return address
 
 
