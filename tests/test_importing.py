@@ -99,6 +99,7 @@ def test_every_strategy_is_found_in_the_package():
         "assert set(dir(strategies)) == set(strategies.__all__)\n"
         "kinds = strategies.STRATEGIES.values()\n"
         "print(all(getattr(strategies, kind.__name__) is kind for kind in kinds))\n"
+        "assert strategies.partial.PartialAllReduce is strategies.PartialAllReduce\n"
         "print(hasattr(strategies, 'NoStrategy'))"
     )
     assert in_a_fresh_process(code) == "True\nFalse"

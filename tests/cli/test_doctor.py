@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.namespaces import missing
-from offbeat.cli.doctor import check_machine
+from offbeat.cli.doctor import check_accelerators, check_machine
 from offbeat.cli.main import main
+from support.processes import unlaunched_environ
 
 CHECKS = [
     "versions",
@@ -40,14 +42,17 @@ def doctor(*prefix, **variables):
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"COLUMNS": WIDE} | variables,
+        env=unlaunched_environ(COLUMNS=WIDE, **variables),
     )
     return done.returncode, done.stdout + done.stderr
 
 
 def test_each_check_has_a_row_and_only_what_needs_something_has_advice(capsys, monkeypatch):
+    environ = unlaunched_environ(COLUMNS=WIDE)
+    for name in {*os.environ} - {*environ}:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", WIDE)
-    found = findings(os.environ)
+    found = findings(environ)
     assert list(found) == CHECKS
     assert all(bool(one.advice) == (one.level != "ok") for one in found.values())
     assert main(["doctor"]) == int(any(one.level == "problem" for one in found.values()))
@@ -56,9 +61,9 @@ def test_each_check_has_a_row_and_only_what_needs_something_has_advice(capsys, m
 
 
 def test_too_few_files_are_a_problem_and_the_command_fails():
-    code, shown = doctor("bash", "-c", 'ulimit -Sn 100; "$0" "$@"')
+    code, shown = doctor("bash", "-c", 'ulimit -Sn 18; "$0" "$@"')
     assert code == 1
-    assert "a process may have 100 open" in shown
+    assert "more files and connections to be allowed, got " in shown
     assert "raise `ulimit -n`" in shown
 
 
@@ -92,6 +97,46 @@ def test_a_launcher_that_ends_survivors_is_named(environ, level, words):
     found = findings(environ)["launcher"]
     assert found.level == level
     assert words in found.found
+
+
+def test_a_large_job_needs_more_files_of_rank_0():
+    job = {"RANK": "0", "WORLD_SIZE": "1000", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    script = (
+        "import os, resource; from offbeat.cli.doctor import check_machine\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (1000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "print([one.level for one in check_machine(dict(os.environ)) if one.check == 'open files'])"
+    )
+
+    def level(**variables):
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+            env=unlaunched_environ(**variables),
+        ).stdout.strip()
+
+    assert level(**job) == "['problem']"
+    assert level(**job | {"RANK": "1"}) == "['advice']"
+
+
+def test_a_driver_without_a_torch_that_can_use_it_is_named(tmp_path):
+    there = tmp_path / "version"
+    there.touch()
+    for drivers, level in (({"NVIDIA": there}, "advice"), ({"NVIDIA": tmp_path / "none"}, "ok")):
+        found = check_accelerators(drivers)
+        assert found.level == ("ok" if torch.accelerator.is_available() else level)
+
+
+def test_a_folder_for_temporary_files_that_python_would_not_use_is_named():
+    found = findings({"TMPDIR": "/no/such"})["temporary files"]
+    assert found.level == "advice"
+    assert found.found == "/no/such does not exist"
+
+
+def test_the_port_of_the_store_is_among_those_that_hosts_must_allow():
+    assert "on MASTER_PORT, 29400," in findings({"MASTER_PORT": "29400"})["ports"].found
 
 
 @needs_namespaces

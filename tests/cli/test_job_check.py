@@ -1,6 +1,6 @@
 """`offbeat run --check`: what workers measure of their connections, and what is said of it."""
 
-import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -14,6 +14,7 @@ from offbeat.cli.job_check import (
     Connection,
     Report,
     choose_participants,
+    connect_back,
     rounds_of_pairs,
     summarize_connections,
     summarize_machines,
@@ -21,17 +22,25 @@ from offbeat.cli.job_check import (
 from offbeat.cli.main import main
 from offbeat.runtime.launch import find_free_port, launch
 from offbeat.runtime.processes import child
+from support.processes import unlaunched_environ
 
 FAST, SLOW = 1e8, 1e7
 WIDE = "400"  # columns, so that no row is broken
 
 
-def report(worker, address="10.0.0.1", version="torch 2"):
+def report(worker, address="10.0.0.1", version="2.9", addresses=()):
     found = (
-        Finding(check="versions", level="ok", found=version),
+        Finding(check="versions", level="ok", found=f"torch {version}"),
         Finding(check="cores", level="ok", found="2"),
     )
-    return Report(worker=worker, host=f"host{worker}", address=address, addresses=(), findings=found)
+    return Report(
+        worker=worker,
+        host=f"host{worker}",
+        address=address,
+        addresses=addresses,
+        versions=("3.11", "0.1", version),
+        findings=found,
+    )
 
 
 def reports(count):
@@ -92,15 +101,31 @@ def test_clocks_that_differ_are_named():
     assert clocks.found.endswith("differ by 3.0 s")
 
 
-def test_equal_findings_are_one_and_different_versions_a_problem():
-    merged = summarize_machines([report(0), report(1), report(2, version="torch 3")])
+def test_a_pair_that_fails_in_both_directions_is_one_problem():
+    one_way = [Connection(first=1, second=0, error="refused")]
+    both = [Connection(first=0, second=1, error="refused"), *one_way]
+    assert [one.level for one in summarize_connections(reports(2), one_way)] == ["problem"]
+    assert [one.level for one in summarize_connections(reports(2), both)] == ["problem"]
+
+
+def test_a_connection_back_to_a_port_that_refuses_it_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert not connect_back(3, report(1, addresses=(place,)))
+    (failed,) = connect_back(3, report(1, addresses=(place,)))
+    assert (failed.first, failed.second) == (3, 1)
+    assert failed.error == f"{place} cannot be reached from worker 3: [Errno 111] Connection refused"
+
+
+def test_equal_findings_are_one_and_different_versions_are_advice():
+    merged = summarize_machines([report(0), report(1), report(2, version="2.10")])
     assert [one.found for one in merged] == [
-        "torch 2 (workers 0, 1)",
-        "torch 3 (workers 2)",
+        "torch 2.9 (workers 0, 1)",
+        "torch 2.10 (workers 2)",
         "2",
-        "2 different ones",
+        "2 different combinations of Python, offbeat and torch",
     ]
-    assert [one.level for one in merged] == ["ok", "ok", "ok", "problem"]
+    assert [one.level for one in merged] == ["ok", "ok", "ok", "advice"]
 
 
 def run(*command, **variables):
@@ -109,7 +134,7 @@ def run(*command, **variables):
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"COLUMNS": WIDE} | variables,
+        env=unlaunched_environ(COLUMNS=WIDE, **variables),
     )
 
 
@@ -126,6 +151,30 @@ def test_workers_of_a_host_measure_all_their_connections(command):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" ms at the median of 3; the slowest, of workers ") == 1
     assert ("ends all workers of a host" in done.stdout) == (command[0] != "offbeat")
+
+
+def test_two_checks_in_the_same_workers_are_two():
+    both = '"$0" -m offbeat doctor && "$0" -m offbeat doctor'
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = run(*torchrun, "bash", "-c", both, sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" ms at the median of 1; the slowest, of workers ") == 2
+
+
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        (["bash", "-c", 'ulimit -Sn 18; exec "$0" "$@"'], "more files and connections to be allowed, got "),
+        (["env", "OFFBEAT_TLS_CA=/no/such"], "OFFBEAT_TLS_CERT and OFFBEAT_TLS_KEY are not set"),
+    ],
+    ids=["open files", "TLS"],
+)
+def test_a_problem_of_one_worker_is_in_the_table_and_all_workers_end_with_1(prefix, words):
+    codes, lines = check([[], prefix], "127.0.0.1")
+    assert codes == [1, 1]
+    (named,) = [line for line in lines if words in line]
+    assert "problem" in named
+    assert "(workers 1)" in named
 
 
 def test_a_worker_that_does_not_come_is_named_in_time():
@@ -148,20 +197,20 @@ def test_a_check_without_a_job_is_refused(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def check_between(places):
-    """The exit codes and the lines of rank 0, one worker at each place."""
+def check(prefixes, master_addr, **variables):
+    """The exit codes and the lines of rank 0, with a worker for each prefix of the command."""
     lines = []
     with launch(
         child.module_command("offbeat.cli.job_check"),
-        len(places),
-        prefix=[host.prefix for host in places],
-        master_addr=places[0].address,
-        env={"COLUMNS": WIDE},
+        len(prefixes),
+        prefix=prefixes,
+        master_addr=master_addr,
+        env={"COLUMNS": WIDE} | variables,
         on_output=lambda rank, line: lines.append(line) if rank == 0 else None,
         timeout_s=300,
     ) as running:
         outcomes = running.wait()
-    return [outcome.returncode for outcome in outcomes], "\n".join(lines)
+    return [outcome.returncode for outcome in outcomes], lines
 
 
 @pytest.mark.long
@@ -169,9 +218,9 @@ def check_between(places):
 def test_the_host_with_the_slow_line_is_named():
     with hosts(3) as places:
         slow_down(places[2], 20_000_000)
-        codes, shown = check_between(places)
+        codes, lines = check([host.prefix for host in places], places[0].address)
     assert codes == [0, 0, 0]
-    (named,) = [line for line in shown.splitlines() if "is connected to no other by more than" in line]
+    (named,) = [line for line in lines if "is connected to no other by more than" in line]
     assert "worker 2 (" in named
     assert places[2].address in named
 
@@ -181,8 +230,9 @@ def test_the_host_with_the_slow_line_is_named():
 def test_two_hosts_that_a_firewall_keeps_apart_are_named():
     with hosts(3) as places:
         block(places[1], places[2])
-        codes, shown = check_between(places)
-    assert codes == [1, 0, 0]
-    (named,) = [line for line in shown.splitlines() if "problem" in line]
+        prefixes = [host.prefix for host in places]
+        codes, lines = check(prefixes, places[0].address, OFFBEAT_START_S="8")
+    assert codes == [1, 1, 1]
+    (named,) = [line for line in lines if "problem" in line]
     assert places[1].address in named
     assert places[2].address in named

@@ -26,6 +26,14 @@ _context.set_forkserver_preload(
 )
 
 
+def unlaunched_environ(**variables: str) -> dict[str, str]:
+    """This process's environment without what a launcher has set, and with these variables."""
+    own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    launcher = ("OFFBEAT_", "SLURM_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    return {name: value for name, value in kept.items() if not name.startswith(launcher)} | variables
+
+
 @functools.cache
 def _warm_up() -> None:
     """Waits until the server has imported everything; a job's own limits leave no time for that."""

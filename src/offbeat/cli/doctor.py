@@ -7,13 +7,13 @@ changes anything, or takes longer than some seconds.
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import os
 import platform
 import resource
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,21 +21,25 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
+import offbeat
 from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.control import environment as settings
 from offbeat.runtime.control.environment import available_cores, read_environment
+from offbeat.runtime.processes.threads import run_with_deadline
 from offbeat.runtime.transport.addresses import PROBE_ADDRESS, own_address
+from offbeat.runtime.transport.descriptors import require_descriptors
 from offbeat.runtime.transport.shared_memory import HAS_SHARED_MEMORY, allocate_memory
 
 Level: TypeAlias = Literal["ok", "advice", "problem"]
 
-FILES_MIN: Final = 128  # of a worker; rank 0 starts a coordinator, which needs one more for each worker
 _FILES_ENOUGH: Final = 1024
 _SHM_BYTES_ENOUGH: Final = 512 * 2**20
 _DISK_BYTES_MIN: Final = 100 * 2**20
 _CONNECT_S: Final = 5.0
+_LOOKUP_S: Final = 5.0
 _PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _INTERFACES: Final = Path("/sys/class/net")
+_DRIVERS: Final = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
 _QUOTA_V2: Final = Path("/sys/fs/cgroup/cpu.max")
 _QUOTA_V1: Final = Path("/sys/fs/cgroup/cpu")
 
@@ -57,9 +61,20 @@ class Finding:
     advice: str = ""
 
 
-def advice_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return a line for each piece of advice."""
-    return [f"{one.check}: {one.advice}" for one in findings if one.advice]
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return the exit code of a command that has found this: 1 if there is a problem, else 0."""
+    return int(any(one.level == "problem" for one in findings))
+
+
+def installed_versions() -> tuple[str, str, str]:
+    """Return those of Python, offbeat and torch that have to be equal on all hosts; "" without torch."""
+    torch_version = ""
+    with suppress(ImportError, OSError):
+        import torch
+
+        torch_version = str(torch.__version__).partition("+")[0]
+    python = ".".join(platform.python_version_tuple()[:2])
+    return python, offbeat.__version__, torch_version
 
 
 def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -72,18 +87,18 @@ def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield _check_settings(environ)
     yield from _check_launcher(environ)
     yield _check_cores()
-    yield _check_accelerators()
-    yield _check_open_files()
+    yield check_accelerators()
+    yield _check_open_files(environ)
     yield _check_links_memory()
     yield _check_loader_memory()
-    yield from _check_folders()
+    yield from _check_folders(environ)
     yield _check_interfaces()
     yield _check_host_name()
-    yield _check_ports()
+    yield _check_ports(environ)
 
 
 def _check_versions() -> Finding:
-    own = f"Python {platform.python_version()}, offbeat {importlib.metadata.version('offbeat')}"
+    own = f"Python {platform.python_version()}, offbeat {offbeat.__version__}"
     try:
         import torch
         import torch.distributed as dist
@@ -178,19 +193,34 @@ def _cpu_quota() -> float | None:
     return None
 
 
-def _check_accelerators() -> Finding:
+def check_accelerators(drivers: Mapping[str, Path] = _DRIVERS) -> Finding:
+    """Find the accelerators that torch can use, and whether this host has others.
+
+    Args:
+        drivers: files that are there where a driver is, by the name of its devices.
+    """
     try:
         import torch
+        import torch.distributed as dist
     except (ImportError, OSError):
         return Finding(check="accelerators", level="ok", found="not looked for: torch cannot be imported")
     if not torch.accelerator.is_available():
+        unused = [name for name, file in drivers.items() if file.exists()]
+        if unused:
+            return Finding(
+                check="accelerators",
+                level="advice",
+                found=f"none that torch {torch.__version__} can use, and a driver for those of {unused[0]}",
+                advice="if models are to be trained on them, install a build of torch for this driver: "
+                "https://pytorch.org/get-started",
+            )
         return Finding(check="accelerators", level="ok", found="none, models are trained on the processor")
     kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
     found = f"{count} of kind {kind.type if kind else 'unknown'}"
     if torch.cuda.is_available():
         names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
         found = f"{count}: {', '.join(names)}"
-        if not torch.distributed.is_nccl_available():
+        if not (dist.is_available() and dist.is_nccl_available()):
             return Finding(
                 check="accelerators",
                 level="advice",
@@ -201,19 +231,30 @@ def _check_accelerators() -> Finding:
     return Finding(check="accelerators", level="ok", found=found)
 
 
-def _check_open_files() -> Finding:
+def _check_open_files(environ: Mapping[str, str]) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"a process may have {soft:,} open"
-    most = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    advice = (
-        f"raise `ulimit -n`, here up to {most}: a worker needs some {FILES_MIN}, and rank 0's coordinator "
-        "one more for each worker"
-    )
-    if soft != resource.RLIM_INFINITY and soft < FILES_MIN:
-        return Finding(check="open files", level="problem", found=found, advice=advice)
+    found = "a process may have any number open"
+    if soft != resource.RLIM_INFINITY:
+        found = f"a process may have {soft:,} open"
+    most = "" if hard == resource.RLIM_INFINITY else f" (here up to {hard:,})"
+    advice = f"raise `ulimit -n`{most}: connections, the files of DataLoaders and checkpoints need some"
+    try:
+        require_descriptors(_descriptors_needed(environ))
+    except OffbeatError as error:
+        return Finding(check="open files", level="problem", found=str(error), advice=advice)
     if soft != resource.RLIM_INFINITY and soft < _FILES_ENOUGH:
         return Finding(check="open files", level="advice", found=found, advice=advice)
     return Finding(check="open files", level="ok", found=found)
+
+
+def _descriptors_needed(environ: Mapping[str, str]) -> int:
+    """Return how many more files a worker opens for its start; 0 where that cannot be said."""
+    try:
+        from offbeat.runtime.control.rendezvous import descriptors_needed
+
+        return descriptors_needed(read_environment(environ))
+    except (ImportError, OSError, OffbeatError):  # reported with the versions and with the settings
+        return 0
 
 
 def _check_links_memory() -> Finding:
@@ -261,10 +302,10 @@ def _check_loader_memory() -> Finding:
     return Finding(check="/dev/shm", level="ok", found=found)
 
 
-def _check_folders() -> Iterator[Finding]:
+def _check_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
     folders = {}
     try:
-        folders["temporary files"] = tempfile.gettempdir()
+        folders["temporary files"] = environ.get("TMPDIR") or tempfile.gettempdir()
     except OSError as error:
         yield Finding(
             check="temporary files", level="problem", found=describe_os_error(error), advice="set TMPDIR"
@@ -275,13 +316,14 @@ def _check_folders() -> Iterator[Finding]:
         folders["data sets"] = resolve_data_dir(None)
     for check, folder in folders.items():
         where = Path(folder)
-        while not os.path.exists(where) and where != where.parent:  # it is made when it is needed
+        is_made = check == "data sets"  # when it is needed
+        while is_made and not os.path.exists(where) and where != where.parent:
             where = where.parent
         if not os.access(where, os.W_OK | os.X_OK):
             yield Finding(
                 check=check,
                 level="advice",
-                found=f"{folder} cannot be written",
+                found=f"{folder} " + ("cannot be written" if where.exists() else "does not exist"),
                 advice=f"make {where} writable, or "
                 + ("set TMPDIR" if check == "temporary files" else "name another folder with --data-dir"),
             )
@@ -324,13 +366,18 @@ def _describe_interface(name: str) -> str:
 def _check_host_name() -> Finding:
     name = socket.gethostname()
     advice = "with several hosts give MASTER_ADDR as a number; `offbeat run --check` shows what workers found"
+
+    def look_up() -> list[str]:
+        return sorted({str(where[0]) for *_, where in socket.getaddrinfo(name, None)})
+
     try:
-        addresses = sorted({str(where[0]) for *_, where in socket.getaddrinfo(name, None)})
-    except OSError:
+        addresses = run_with_deadline(look_up, time.monotonic() + _LOOKUP_S)
+    except OSError as error:
+        slowly = f" within {_LOOKUP_S:g} s" if isinstance(error, TimeoutError) else ""
         return Finding(
             check="host name",
             level="advice",
-            found=f"{name} does not resolve to an address",
+            found=f"{name} does not resolve to an address{slowly}",
             advice=f"add it to /etc/hosts; {advice}",
         )
     found = f"{name} is {', '.join(addresses)}"
@@ -344,7 +391,7 @@ def _check_host_name() -> Finding:
     return Finding(check="host name", level="ok", found=found)
 
 
-def _check_ports() -> Finding:
+def _check_ports(environ: Mapping[str, str]) -> Finding:
     """Find whether processes of this host reach each other by the address that other hosts use."""
     try:
         host = own_address(PROBE_ADDRESS)
@@ -361,14 +408,17 @@ def _check_ports() -> Finding:
             found=f"a connection to a free port of {host} fails: {describe_os_error(error)}",
             advice="allow connections between the ports of this host: look at its firewall",
         )
+    some = ""
     with suppress(OSError, ValueError):
         first, last = _PORTS.read_text().split()
-        return Finding(
-            check="ports",
-            level="ok",
-            found=f"workers listen on free ports from {first} to {last}, which hosts must allow each other",
-        )
-    return Finding(check="ports", level="ok", found="workers listen on free ports")
+        some = f" from {first} to {last}"
+    port = environ.get("MASTER_PORT")
+    store = f", and rank 0 or its launcher on MASTER_PORT, {port}," if port else ""
+    return Finding(
+        check="ports",
+        level="ok",
+        found=f"workers listen on free ports{some}{store or ','} which hosts must allow each other",
+    )
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -2,10 +2,14 @@
 
 Workers meet in the job's store, send each other what they have found on their hosts, and connect to each
 other as in a training. Then pairs of workers measure latency and rate of their connection, each worker in one
-pair at a time. Rank 0 prints what all have found.
+pair at a time. All of them learn what was found, and rank 0 prints it.
 
 Latency is that of a control message and its answer, halved. The rate is that of bytes that are received into
-memory, in one direction; between workers of one host they go through a Unix socket.
+memory, in one direction; between workers of one host they go through a Unix socket. In training either of two
+workers may connect to the other, so the second of a pair tries that, too.
+
+The check opens more files than a training would, so it raises this process's limit; what it says of the limit
+is what it found before.
 """
 
 from __future__ import annotations
@@ -17,27 +21,33 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any, Final
 
 from offbeat.cli import entry, output
-from offbeat.cli.doctor import Finding, advice_lines, check_machine
-from offbeat.cli.tables import findings_table
-from offbeat.errors import LinkError, OffbeatError
+from offbeat.cli.doctor import Finding, check_machine, exit_code, installed_versions
+from offbeat.cli.tables import findings_lines
+from offbeat.errors import LinkError, OffbeatError, describe_os_error
 from offbeat.runtime.control.environment import load_tls, read_environment
-from offbeat.runtime.control.rendezvous import RendezvousInfo, meet
+from offbeat.runtime.control.meeting import Meeting, meet
+from offbeat.runtime.control.rendezvous import descriptors_needed
+from offbeat.runtime.transport import descriptors
+from offbeat.runtime.transport.addresses import parse_address
 from offbeat.runtime.transport.endpoint import Endpoint
 
 PARTICIPANTS_MAX: Final = 32  # in pairs: as many rounds of measurements
 _ON_ONE_HOST_MAX: Final = 4
 _PINGS: Final = 20
-_TRIAL_BYTES: Final = 2**20
+_TRIAL_BYTES: Final = 2**16
 _BYTES_MAX: Final = 2**26
 _TRANSFER_S: Final = 0.3
 _CONNECT_S: Final = 10.0
-_ANSWER_S: Final = 30.0
+_MEASURE_S: Final = 45.0  # a pair: 64 KiB twice, and some messages
+_ROUND_S: Final = 60.0  # as long as a pair may take, and some more
+_REPORT_S: Final = 30.0
 _SLOW_RATIO: Final = 0.5
 _CLOCK_ERROR_S: Final = 1.0
 _PING, _PONG, _TAKE, _TAKEN = b"i", b"o", b"t", b"d"
@@ -71,7 +81,8 @@ class Report:
         worker: its id.
         host: the name of its host.
         address: where other hosts reach its host.
-        addresses: where its links listen.
+        addresses: where its links listen; none if they could not be opened.
+        versions: of Python, offbeat and torch.
         findings: on its machine.
     """
 
@@ -79,6 +90,7 @@ class Report:
     host: str
     address: str
     addresses: tuple[str, ...]
+    versions: tuple[str, ...]
     findings: tuple[Finding, ...]
 
     @property
@@ -88,57 +100,111 @@ class Report:
 
 
 def main() -> int:
-    """Check the job as one of its workers; return the exit code, which is 1 if there is a problem."""
+    """Check the job as one of its workers; return the exit code, which is 1 if there is a problem.
+
+    Raises:
+        OffbeatError: the other workers were not met, or a worker did not take part in time.
+    """
     environment = read_environment()
-    if environment.world == 1 or environment.coordinator is not None or environment.is_newcomer:
+    if environment.coordinator is not None or environment.is_newcomer:
         raise OffbeatError(
-            "expected a worker of a job that begins with several: leave OFFBEAT_COORDINATOR and "
-            "OFFBEAT_NEWCOMER unset, and start it with 'offbeat run --check --nproc-per-node N'"
+            "the check of a job looks at the workers that it begins with, and needs no coordinator: unset "
+            "OFFBEAT_COORDINATOR and OFFBEAT_NEWCOMER, and start it on all workers"
         )
-    met = meet(environment)
-    reports, measured = _measure_job(met)
-    if met.worker:
-        return 0
-    findings = summarize_machines(reports) + summarize_connections(reports, measured)
-    output.print_output(findings_table(findings), *advice_lines(findings))
-    return entry.FAILED if any(one.level == "problem" for one in findings) else 0
+    findings = [*check_machine()]
+    with descriptors.raised_descriptor_limit():
+        descriptors.require_descriptors(descriptors_needed(environment))
+        with meet(environment) as meeting:
+            findings = _check_job(meeting, findings)
+            if not meeting.worker:
+                output.print_output(*findings_lines(findings))
+    return exit_code(findings)
 
 
-def _measure_job(met: RendezvousInfo) -> tuple[list[Report], list[Connection]]:
-    """Measure the connections of all participants; return the reports of all workers, and what was measured.
+def _check_job(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
+    """Measure the connections of all participants; return what was found on all workers and between them.
+
+    Nothing is measured if a worker cannot open its links.
+
+    Args:
+        meeting: of the workers.
+        findings: on this worker's machine.
 
     Raises:
         WorkerError: a worker did not take part in time.
     """
-    own = _Links(met)
-    try:
-        report = Report(
-            worker=met.worker,
+    with ExitStack() as stack:
+        addresses: Sequence[str] = ()
+        try:
+            links = _Links(meeting)
+            stack.callback(links.endpoint.close)
+            addresses = links.endpoint.addresses
+        except (OffbeatError, OSError) as error:
+            reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+            if reason not in [one.found for one in findings]:
+                findings = [*findings, Finding(check="links", level="problem", found=reason)]
+        own = Report(
+            worker=meeting.worker,
             host=socket.gethostname(),
-            address=met.host,
-            addresses=own.endpoint.addresses,
-            findings=tuple(check_machine()),
+            address=meeting.host,
+            addresses=tuple(addresses),
+            versions=installed_versions(),
+            findings=tuple(findings),
         )
-        reports = [_parse_report(one) for one in met.gather("report", json.dumps(asdict(report)))]
-        chosen = choose_participants(reports)
-        for worker in chosen:
-            if worker != met.worker:
-                own.endpoint.add_peer(_node(worker), reports[worker].addresses)
-        measured = []
-        for number, pairs in enumerate(rounds_of_pairs(chosen)):
-            mine = [own.measure(*pair) for pair in pairs if pair[0] == met.worker]
-            for text in met.gather(f"round {number}", json.dumps([asdict(one) for one in mine])):
-                measured += [Connection(**one) for one in json.loads(text)]
-        met.part()
-        return reports, measured
-    finally:
-        own.endpoint.close()
+        texts = meeting.gather("report", json.dumps(asdict(own)), _REPORT_S)
+        reports = [_parse_report(text) for text in texts]
+        measured = _measure_pairs(meeting, links, reports) if all(one.addresses for one in reports) else []
+    return summarize_machines(reports) + summarize_connections(reports, measured)
+
+
+def _measure_pairs(meeting: Meeting, links: _Links, reports: Sequence[Report]) -> list[Connection]:
+    """Return what the participants have measured.
+
+    Raises:
+        WorkerError: a worker did not take part in time.
+    """
+    chosen = choose_participants(reports)
+    for worker in chosen:
+        if worker != meeting.worker:
+            links.endpoint.add_peer(_node(worker), reports[worker].addresses)
+    measured = []
+    for number, pairs in enumerate(rounds_of_pairs(chosen)):
+        mine = []
+        for first, second in pairs:
+            if first == meeting.worker:
+                mine.append(links.measure(first, second))
+            elif second == meeting.worker:
+                mine += connect_back(second, reports[first])
+        for text in meeting.gather(f"round {number}", json.dumps([asdict(one) for one in mine]), _ROUND_S):
+            measured += [Connection(**one) for one in json.loads(text)]
+    return measured
+
+
+def connect_back(worker: int, target: Report) -> list[Connection]:
+    """Connect from a worker to another one as in training; return the connection if that fails.
+
+    Args:
+        worker: this worker.
+        target: of the other one; nothing is tried if they are on one host.
+    """
+    places = [parse_address(text) for text in target.addresses]
+    if any(place.socket_name and not place.unusable_reason() for place in places):
+        return []  # on one host
+    for place in places:
+        if not place.unusable_reason():
+            try:
+                socket.create_connection((place.host, place.port), _CONNECT_S).close()
+            except OSError as error:
+                reason = f"{place.text} cannot be reached from worker {worker}: {describe_os_error(error)}"
+                return [Connection(first=worker, second=target.worker, error=reason)]
+    return []
 
 
 def _parse_report(text: str) -> Report:
     plain: dict[str, Any] = json.loads(text)
     findings = tuple(Finding(**one) for one in plain.pop("findings"))
-    return Report(**plain | {"addresses": tuple(plain["addresses"]), "findings": findings})
+    plain |= {name: tuple(plain[name]) for name in ("addresses", "versions")}
+    return Report(**plain, findings=findings)
 
 
 def choose_participants(reports: Sequence[Report]) -> list[int]:
@@ -167,63 +233,62 @@ def rounds_of_pairs(workers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 class _Links:
     """One worker's connections: it answers the others at any time, and measures when `measure` is called."""
 
-    def __init__(self, met: RendezvousInfo) -> None:
+    def __init__(self, meeting: Meeting) -> None:
         self._answers: queue.SimpleQueue[tuple[str, bytes | LinkError]] = queue.SimpleQueue()
-        self._tag = met.worker << 32
+        self._tag = meeting.worker << 32
         self.endpoint = Endpoint(
-            _node(met.worker),
-            job=met.job,
-            token=met.token,
+            _node(meeting.worker),
+            job=meeting.job,
+            token=meeting.token,
             on_message=self._on_message,
             on_lost=lambda error: self._answers.put((error.peer, error)),
-            host=met.host,
+            host=meeting.host,
             connect_s=_CONNECT_S,
             tls=load_tls(),
         )
 
     def measure(self, first: int, second: int) -> Connection:
         """Measure the connection to the second worker, as the first."""
-        peer = _node(second)
+        peer, limit_s = _node(second), time.monotonic() + _MEASURE_S
         try:
             latencies_s, errors_s = [], []
             for _ in range(_PINGS):
                 began_s, began_at = time.perf_counter(), time.time()
-                (clock,) = struct.unpack("!d", self._ask(peer, _PING)[1:])
+                (clock,) = struct.unpack("!d", self._ask(peer, _PING, limit_s)[1:])
                 latencies_s.append((time.perf_counter() - began_s) / 2)
                 errors_s.append(clock - (began_at + time.time()) / 2)
             latency_s = median(latencies_s)
-            rate = self._rate(peer, _TRIAL_BYTES, latency_s)
+            rate = self._rate(peer, _TRIAL_BYTES, latency_s, limit_s)
             size = int(min(max(rate * _TRANSFER_S, _TRIAL_BYTES), _BYTES_MAX))
             return Connection(
                 first=first,
                 second=second,
                 latency_s=latency_s,
-                bytes_per_s=self._rate(peer, size, latency_s),
+                bytes_per_s=self._rate(peer, size, latency_s, limit_s),
                 clock_error_s=median(errors_s),
             )
         except LinkError as error:
             return Connection(first=first, second=second, error=str(error))
 
-    def _rate(self, peer: str, size: int, latency_s: float) -> float:
+    def _rate(self, peer: str, size: int, latency_s: float, limit_s: float) -> float:
         self._tag += 1
         began_s = time.perf_counter()
         self.endpoint.send_tensor(peer, self._tag, memoryview(bytes(size)))
-        self._ask(peer, _TAKE + struct.pack("!QQ", self._tag, size))
+        self._ask(peer, _TAKE + struct.pack("!QQ", self._tag, size), limit_s)
         return size / max(time.perf_counter() - began_s - latency_s, 1e-9)
 
-    def _ask(self, peer: str, message: bytes) -> bytes:
+    def _ask(self, peer: str, message: bytes, limit_s: float) -> bytes:
         """Send a message to a peer and return its answer.
 
         Raises:
             LinkError: the peer was not reached, was lost, or did not answer in time.
         """
         self.endpoint.send(peer, message)
-        limit_s = time.monotonic() + _ANSWER_S
         while True:
             try:
                 sender, answer = self._answers.get(timeout=max(0.0, limit_s - time.monotonic()))
             except queue.Empty:
-                raise LinkError(peer, f"{peer} did not answer within {_ANSWER_S:g} s") from None
+                raise LinkError(peer, f"{peer} did not answer within {_MEASURE_S:g} s") from None
             if sender != peer:  # one that was lost earlier, or answers late
                 continue
             if isinstance(answer, LinkError):
@@ -271,15 +336,16 @@ def summarize_machines(reports: Sequence[Report]) -> list[Finding]:
 
 
 def _compare_versions(reports: Sequence[Report]) -> list[Finding]:
-    found = {one.found for report in reports for one in report.findings if one.check == "versions"}
+    found = {one.versions for one in reports}
     if len(found) == 1:
         return []
     return [
         Finding(
             check="versions",
-            level="problem",
-            found=f"{len(found)} different ones",
-            advice="install the same versions on all hosts",
+            level="advice",
+            found=f"{len(found)} different combinations of Python, offbeat and torch",
+            advice="install the same on all hosts: results differ by version, and workers of versions that "
+            "cannot talk to each other refuse to start",
         )
     ]
 
@@ -287,6 +353,7 @@ def _compare_versions(reports: Sequence[Report]) -> list[Finding]:
 def summarize_connections(reports: Sequence[Report], measured: Sequence[Connection]) -> list[Finding]:
     """Return what the connections between workers mean for a training."""
     by_worker: Mapping[int, Report] = {report.worker: report for report in reports}
+    failed = {(one.first, one.second) for one in measured if one.error}
     findings = [
         Finding(
             check="connections",
@@ -295,7 +362,7 @@ def summarize_connections(reports: Sequence[Report], measured: Sequence[Connecti
             advice="allow connections between these hosts on all ports above 1024: look at their firewalls",
         )
         for one in measured
-        if one.error
+        if one.error and (one.first < one.second or (one.second, one.first) not in failed)
     ]
     good = [one for one in measured if not one.error]
     if not good:
@@ -362,5 +429,5 @@ def _mbit(bytes_per_s: float) -> str:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except OffbeatError as error:
-        sys.exit(entry.print_error(str(error), entry.FAILED))
+    except OffbeatError as failure:
+        sys.exit(entry.print_error(str(failure), entry.FAILED))

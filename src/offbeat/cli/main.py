@@ -196,9 +196,8 @@ def doctor() -> None:
 
         raise typer.Exit(job_check.main())
     findings = [*checks.check_machine()]
-    output.print_output(tables.findings_table(findings), *checks.advice_lines(findings))
-    if any(one.level == "problem" for one in findings):
-        raise typer.Exit(entry.FAILED)
+    output.print_output(*tables.findings_lines(findings))
+    raise typer.Exit(checks.exit_code(findings))
 
 
 @app.command()

@@ -20,13 +20,14 @@ _FINDINGS: Final = (
 )
 
 
-def findings_table(findings: Sequence[Finding]) -> TextTable:
-    """Return a row for each of what `offbeat doctor` has found."""
-    return TextTable(
+def findings_lines(findings: Sequence[Finding]) -> list[TextTable | str]:
+    """Return a table with a row for each of what `offbeat doctor` has found, and lines of what to do."""
+    table = TextTable(
         headers=("check", "result", "found"),
         rows=[(one.check, one.level, one.found) for one in findings],
         text_columns=frozenset(range(3)),
     )
+    return [table, *(f"{one.check}: {one.advice}" for one in findings if one.advice)]
 
 
 def epoch_line(epoch: int, entries: Sequence[TimeSheetEntry]) -> str:

@@ -47,7 +47,9 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name on first access."""
+    """Import a module, or the module of a name, on first access."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -228,7 +228,7 @@ def test_the_number_of_files_that_a_start_requires_is_enough(strategy):
 
 
 def trains_with_the_required_files(rank, emit, strategy):
-    with few_files(rendezvous._descriptors_needed(read_environment()), hard=True):
+    with few_files(rendezvous.descriptors_needed(read_environment()), hard=True):
         return steps(strategy)
 
 

@@ -145,33 +145,7 @@ class RendezvousInfo:
             WorkerError: a worker did not call it within the time that the start may take.
         """
         assert self.store is not None
-        store, names = self.store, [f"{key}/{worker}" for worker in range(self.world)]
-        store.set(names[self.worker], value)
-        timeout = datetime.timedelta(seconds=self.start_s)
-
-        def read() -> list[str]:
-            store.wait(names, timeout)
-            return [value.decode() for value in store.multi_get(names)]
-
-        try:
-            return run_with_deadline(read, time.monotonic() + self.start_s + _STORE_MARGIN_S)
-        except (RuntimeError, TimeoutError) as error:
-            missing = [worker for worker, name in enumerate(names) if not store.check([name])]
-            raise WorkerError(
-                f"worker {self.worker} waited {self.start_s:g} s for the {key} of workers {missing}; "
-                f"look for workers that are stuck, were lost while they joined, or have no {key} to give"
-            ) from error
-
-    def part(self) -> None:
-        """Tell the others that this worker needs the store no more; the one that hosts it waits for them all.
-
-        Raises:
-            WorkerError: another worker needed it for longer than the start may take.
-        """
-        if self.hosts_store:
-            self.gather("parted", "")
-        elif self.store is not None:
-            self.store.set(f"parted/{self.worker}", "")
+        return gather_values(self.store, self.worker, self.world, key, value, self.start_s)
 
     def wait_for_late_workers(self) -> None:
         """Wait until every worker knows the coordinator, if this process hosts the store.
@@ -202,8 +176,8 @@ def rendezvous(
         return _ask_coordinator(environment, make_configuration, limit_s)
     if environment.is_newcomer:
         return _find_job_as_newcomer(environment, own_address(environment.master_addr), limit_s)
-    hosts_store = _hosts_store(environment)
-    store = None if environment.world == 1 else _open_store(environment, hosts_store, limit_s)
+    hosts_store = hosts_job_store(environment)
+    store = None if environment.world == 1 else open_job_store(environment, limit_s)
     if store is not None and _returns(store, environment):
         return _find_job_as_newcomer(
             replace(environment, rank=-1, is_newcomer=True), own_address(environment.master_addr), limit_s
@@ -255,33 +229,48 @@ def rendezvous(
     )
 
 
-def meet(environment: Environment) -> RendezvousInfo:
-    """Find the other workers of a job's start, with which this one can `gather`, and start no coordinator.
+def gather_values(store: Store, worker: int, world: int, key: str, value: str, within_s: float) -> list[str]:
+    """Return what the workers of a job's start have given for a key, by worker; each has to call it.
 
     Args:
-        environment: of a worker of a job with several, whose workers start the coordinator.
+        store: the job's store.
+        worker: this worker's id.
+        world: number of workers.
+        key: what is given, in one word or two.
+        value: of this worker.
+        within_s: how long to wait for the others, in seconds.
 
     Raises:
-        OffbeatError: the store could not be reached in time, or this process may open too few files.
+        WorkerError: a worker did not call it in time, or the store was lost.
     """
-    limit_s = time.monotonic() + environment.start_s
-    _check_files(environment, limit_s)
-    hosts_store = _hosts_store(environment)
-    alone = RendezvousInfo(
-        worker=environment.rank,
-        world=environment.world,
-        job="",
-        token="",
-        host=own_address(environment.master_addr),
-        coordinator=(),
-        store=_open_store(environment, hosts_store, limit_s),
-        hosts_store=hosts_store,
-        start_s=environment.start_s,
-        deadline_s=limit_s,
+    names = [f"{key}/{worker}" for worker in range(world)]
+
+    def exchange() -> list[str]:
+        store.set(names[worker], value)
+        store.wait(names, datetime.timedelta(seconds=within_s))
+        return [value.decode() for value in store.multi_get(names)]
+
+    try:
+        return run_with_deadline(exchange, time.monotonic() + within_s + _STORE_MARGIN_S)
+    except (RuntimeError, TimeoutError) as error:
+        raise WorkerError(_why_not_gathered(store, worker, key, names, within_s)) from error
+
+
+def _why_not_gathered(store: Store, worker: int, key: str, names: list[str], within_s: float) -> str:
+    def look() -> list[int]:
+        return [other for other, name in enumerate(names) if not store.check([name])]
+
+    try:
+        missing = run_with_deadline(look, time.monotonic() + _STORE_MARGIN_S)
+    except (RuntimeError, TimeoutError):
+        return (
+            f"worker {worker} lost the job's store while it waited for the {key} of all workers: "
+            "see the output of rank 0"
+        )
+    return (
+        f"worker {worker} waited {within_s:g} s for the {key} of workers {missing}; look for workers that "
+        f"are stuck, were lost while they joined, or have no {key} to give"
     )
-    drawn = alone.gather("arrival", json.dumps(new_job_id_and_token()))[0]
-    job, token = json.loads(drawn)
-    return replace(alone, job=job, token=token)
 
 
 def _token(found: dict[str, Any], environment: Environment) -> str:
@@ -377,20 +366,20 @@ def _check_files(environment: Environment, limit_s: float) -> None:
         OffbeatError: it may not; the reason is published in the store, if that can be reached.
     """
     try:
-        descriptors.require_descriptors(_descriptors_needed(environment))
+        descriptors.require_descriptors(descriptors_needed(environment))
     except OffbeatError as error:
         if environment.world > 1 and not environment.is_newcomer:
             with descriptors.raised_descriptor_limit(), suppress(OffbeatError):  # the store cannot be reached
                 descriptors.require_descriptors(_files_of_store(environment))
-                store = _open_store(environment, _hosts_store(environment), limit_s)
+                store = open_job_store(environment, limit_s)
                 if environment.rank == 0:
-                    _list_job(store, environment, _hosts_store(environment))
+                    _list_job(store, environment, hosts_job_store(environment))
                 _publish_failure(store, environment, error, limit_s)
         name = "this newcomer" if environment.is_newcomer else f"worker {environment.rank}"
         raise OffbeatError(f"{name} cannot start: {error}") from error
 
 
-def _descriptors_needed(environment: Environment) -> int:
+def descriptors_needed(environment: Environment) -> int:
     """Return the number of files that this process, or one that it starts, has to open for a start."""
     world, threads = environment.world, len(environment.threads)
     # As a member of a group; or with servers, which it starts before it opens its client.
@@ -414,13 +403,13 @@ def _files_of_store(environment: Environment) -> int:
     """Return the number of files that this process has to open for the job's store."""
     if environment.coordinator is not None:
         return 0
-    is_hosted = _hosts_store(environment) and len(environment.threads) < environment.world
+    is_hosted = hosts_job_store(environment) and len(environment.threads) < environment.world
     return descriptors.STORE_DESCRIPTORS + (
         descriptors.HOSTED_STORE_DESCRIPTORS + environment.world if is_hosted else 0
     )
 
 
-def _hosts_store(environment: Environment) -> bool:
+def hosts_job_store(environment: Environment) -> bool:
     """Whether this process hosts the job's store, which then ends with it."""
     return environment.rank == 0 and not environment.agent_hosts_store and not dist.is_initialized()
 
@@ -541,7 +530,13 @@ def _reach_store(environment: Environment, *, hosts_it: bool) -> Store:
     )
 
 
-def _open_store(environment: Environment, hosts_it: bool, limit_s: float) -> Store:
+def open_job_store(environment: Environment, limit_s: float) -> Store:
+    """Connect to the store of a worker's job, or host it; return it under a prefix of this join.
+
+    Raises:
+        OffbeatError: it was not reached by `limit_s` of the monotonic clock, or its port cannot be used.
+    """
+    hosts_it = hosts_job_store(environment)
     threads = len(environment.threads)
     join = _joins[threads, environment.rank]
     prefix = f"offbeat/job/{_url_quoted(environment.job_name)}/{environment.attempt}/{threads}/{join}"
@@ -599,7 +594,7 @@ def _publish_failure(store: Store, environment: Environment, error: OffbeatError
         if not environment.rank:
             store.set(_COORDINATOR, json.dumps({"error": str(error)}))
         _record_arrival(store, environment)
-    if _hosts_store(environment):
+    if hosts_job_store(environment):
         _wait_for_all_workers(store, limit_s, environment.start_s)
 
 
