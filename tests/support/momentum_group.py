@@ -42,19 +42,19 @@ class MomentumGroup:
         if list(members) != list(self.members):
             self.members, self.states = list(members), [None] * len(members)
         written = [self._write(m, g, parameters) for m, g in zip(members, gradients, strict=True)]
-        partly = self.compressor.partly_sent(self.states[0], members=len(members))
+        masked = self.compressor.masks_momentum(self.states[0], members=len(members))
         outs, ended, self.sent_bytes = sum_compressed(self.compressor, written, self.states)
         assert all(torch.equal(out.nan_to_num(), outs[0].nan_to_num()) for out in outs)
         for member, vector, one in zip(members, written, ended, strict=True):
             after = one.residual / self.weights[member]
-            for entry, is_partly_sent in enumerate(partly):
+            for entry, is_masked in enumerate(masked):
                 self.corrections[member].advance(
                     entry,
                     vector.split(self.sizes)[entry],
                     weight=self.weights[member],
                     residual=self.residuals[member].split(self.sizes)[entry],
                     next_residual=after.split(self.sizes)[entry],
-                    is_partly_sent=is_partly_sent and self.masks,
+                    is_masked=is_masked and self.masks,
                 )
             self.residuals[member] = after
         self.states = [one.state for one in ended]

@@ -52,8 +52,8 @@ class DGCCompressor(MomentumCompressor):
         yield from chosen.sum(vector, out, residual, None, members=members, position=position)
         return (state or 0) + 1
 
-    def partly_sent(self, state: Any, *, members: int) -> Sequence[bool]:
-        """See `MomentumCompressor.partly_sent`."""
+    def masks_momentum(self, state: Any, *, members: int) -> Sequence[bool]:
+        """See `MomentumCompressor.masks_momentum`: of matrices, unless all is sent."""
         is_compressed = self._ratio(state) * members < 1
         return [is_compressed and len(shape) > 1 for shape in self._shapes]
 

@@ -10,7 +10,7 @@ SGD's momentum buffer. A worker adds its updates to its residual v, and sends pa
     update:             x = b' = m b + g, or with Nesterov's momentum x = g + m b' = (1 + m) g + m^2 b
     what may be sent:   w = v + x
     new residual:       v' = w without what is sent
-    new momentum:       b' from w - v, which is x; 0 where an element of w is sent and others are not
+    new momentum:       b' from w - v, which is x; 0 where an element of w is sent, if the method masks it
 
 So a vector is packed as w, and v' and b' follow from w when its round has succeeded. Where all is sent, v' is
 0 and b' is kept: then the mean of w is the step of momentum SGD.
@@ -89,8 +89,8 @@ class MomentumCompressor(WritesResidual, ABC):
         """See `Compressor.sum`."""
 
     @abstractmethod
-    def partly_sent(self, state: Any, *, members: int) -> Sequence[bool]:
-        """Return by tensor whether `sum`, with the same arguments, may send only some of its elements."""
+    def masks_momentum(self, state: Any, *, members: int) -> Sequence[bool]:
+        """Return by tensor whether the momentum of what `sum` sends, with the same arguments, is dropped."""
 
 
 class MomentumSettings(NamedTuple):
@@ -182,7 +182,7 @@ class MomentumCorrection:
         weight: float,
         residual: torch.Tensor | None,
         next_residual: torch.Tensor,
-        is_partly_sent: bool,
+        is_masked: bool,
     ) -> None:
         """Compute the momentum after a round that has succeeded; zeros where any of it is not finite.
 
@@ -192,7 +192,7 @@ class MomentumCorrection:
             weight: this worker's.
             residual: with which it was written; None for zeros.
             next_residual: what is not sent.
-            is_partly_sent: the momentum of elements that were sent is dropped (momentum factor masking).
+            is_masked: the momentum of elements that were sent is dropped (momentum factor masking).
         """
         settings, before = self._settings[entry], self._momenta.get(entry)
         momentum = torch.div(written, weight, out=None if settings.nesterov else before)
@@ -202,7 +202,7 @@ class MomentumCorrection:
             if before is not None:
                 momentum.add_(before, alpha=settings.momentum)
             momentum.div_(settings.gradient_factor)
-        if is_partly_sent:
+        if is_masked:
             momentum.masked_fill_((next_residual == 0).logical_and_(written != 0), 0)
         if not momentum.sum().isfinite():
             momentum.zero_()

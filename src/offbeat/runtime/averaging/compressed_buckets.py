@@ -132,7 +132,7 @@ class CompressedBucket(GradientBucket):
 
     def commit(self, *, own_weight: float, weight: float, used: Sequence[float]) -> None:
         """See `GradientBucket.commit`: keeps the compressor's state, and new residuals."""
-        are_partly_sent = self._are_partly_sent()
+        masked = self._masks_momentum()
         sums, total = self._sums, self._total
         self._sums, self._total = None, total.new_empty(0)
         if sums is not None:
@@ -148,8 +148,8 @@ class CompressedBucket(GradientBucket):
             residual.div_(own_weight)
         count = self.gradient_count
         ends = [*self.offsets[1:count], self.gradient_elements]
-        spans = zip(self.entries[:count], self.offsets[:count], ends, are_partly_sent, strict=True)
-        for entry, start, stop, is_partly_sent in spans:
+        spans = zip(self.entries[:count], self.offsets[:count], ends, masked, strict=True)
+        for entry, start, stop, is_masked in spans:
             if used[entry]:
                 if self._momentum is not None:
                     self._momentum.advance(
@@ -158,19 +158,19 @@ class CompressedBucket(GradientBucket):
                         weight=own_weight,
                         residual=self._residuals.get(entry),
                         next_residual=residual[start:stop],
-                        is_partly_sent=is_partly_sent,
+                        is_masked=is_masked,
                     )
                 self._residuals[entry] = residual[start:stop]
             elif entry in self._residuals:
                 self._residuals[entry] = residual[start:stop].copy_(self._residuals[entry])
         self._next_residual, self._spare_residual = self._spare_residual, residual
 
-    def _are_partly_sent(self) -> Sequence[bool]:
-        """Return by gradient whether this round's sum may have only some of its elements."""
+    def _masks_momentum(self) -> Sequence[bool]:
+        """Return by gradient whether the momentum of what this round sends is dropped."""
         if self._sums is None or not isinstance(self._compressor, MomentumCompressor):
             return [False] * self.gradient_count
         assert self._exchange is not None
-        return self._compressor.partly_sent(self._state, members=self._exchange.size)
+        return self._compressor.masks_momentum(self._state, members=self._exchange.size)
 
     @property
     def keeps_residuals(self) -> bool:
