@@ -116,6 +116,10 @@ class Cluster:
         limit_s = time.monotonic() + timeout_s
         return [self._end(rank, limit_s) for rank in range(len(self.processes))]
 
+    def end(self, rank: int, timeout_s: float = 60) -> Ended:
+        """Waits for one worker and returns how it ended."""
+        return self._end(rank, time.monotonic() + timeout_s)
+
     def _end(self, rank: int, limit_s: float) -> Ended:
         while True:
             left_s = limit_s - time.monotonic()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from offbeat.events.gathering import DeliverValue, EndGathering, ValueGiven
 from offbeat.events.parameter_server import (
     AggregationJoined,
     AggregationLeft,
@@ -137,7 +138,9 @@ __all__ = [
     "ConsumedSamples",
     "ContributionQuery",
     "ContributionReport",
+    "DeliverValue",
     "EndEpoch",
+    "EndGathering",
     "EpochEnded",
     "EvaluatePart",
     "Evaluated",
@@ -207,6 +210,7 @@ __all__ = [
     "ValidationEvent",
     "ValidationFinished",
     "ValidationStarted",
+    "ValueGiven",
     "WorkerGroupAction",
     "WorkerGroupJoined",
     "WorkerGroupLeft",
@@ -232,6 +236,7 @@ Event: TypeAlias = (
     | EpochEnded
     | OuterStateLoaded
     | Preempted
+    | ValueGiven
     | SnapshotTaken
     | PartEvaluated
     | StatesMerged
@@ -280,6 +285,8 @@ Action: TypeAlias = (
     | AverageModels
     | CancelAveraging
     | Preempt
+    | DeliverValue
+    | EndGathering
     | ValidationStarted
     | SendSnapshot
     | EvaluatePart

@@ -66,6 +66,12 @@ from offbeat.runtime.training.step_hooks import StepHooks
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.value_exchange import (
+    REDUCTIONS,
+    Number,
+    Reduction,
+    ValueExchange,
+)
 from offbeat.runtime.validation.evaluators import Evaluate
 from offbeat.runtime.validation.parts import ValidationData
 from offbeat.runtime.validation.result import Validation
@@ -217,6 +223,7 @@ class Session:
         self._left = False
         self._pid = os.getpid()
         self._job = JobConnection(environment, strategy)
+        self._values = ValueExchange(self._job, strategy.timeout_s)
         self._position = DataPosition(environment.seed)
         self._synchronizer = strategy.make_synchronizer(self, trained)
         self._hooks = StepHooks(
@@ -521,6 +528,68 @@ class Session:
         """Write metrics of the current epoch (accuracy, loss, …) to the run log."""
         plain = {name: float(value) for name, value in metrics.items()}
         self.send_event(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
+
+    def barrier(self) -> None:
+        """Wait until all workers have called this.
+
+        This and the three methods below are for small things, such as a folder's name or a metric; call them
+        on all workers, in the same order, between steps: at the end of an epoch, or at a step that all
+        workers take. They are among the workers that are in the job: who has been lost, or has finished, is
+        not awaited, and a newcomer takes part from the next call on. They wait as long as the strategy's
+        `timeout_s`.
+
+        Raises:
+            WorkerError: the job failed; a worker called something else, or did not call this in time; or a
+                signal handler or a hook calls it within a step.
+        """
+        check_between_steps("session.barrier()", self.worker, self.step)
+        self._hooks.end_step()
+        self._values.wait_for_all("session.barrier()")
+
+    def gather_objects(self, value: Any) -> dict[int, Any]:
+        """Return the values of all workers, by worker, on each of them; see `barrier`.
+
+        Args:
+            value: of this worker: numbers, texts, tensors, or lists, tuples, sets and dicts of them; at most
+                100 KB when saved by torch. Tensors arrive on the CPU.
+
+        Raises:
+            OffbeatError: the value is too large, or holds something else.
+            WorkerError: as `barrier`.
+        """
+        check_between_steps("session.gather_objects()", self.worker, self.step)
+        self._hooks.end_step()
+        return self._values.gather("session.gather_objects()", value)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of the worker with the smallest id, on all workers; see `gather_objects`."""
+        check_between_steps("session.broadcast_object()", self.worker, self.step)
+        self._hooks.end_step()
+        gathered = self._values.gather("session.broadcast_object()", value, only_first=True)
+        return next(iter(gathered.values()))
+
+    def reduce(
+        self, value: Number | Mapping[str, Number], op: Reduction = "mean"
+    ) -> Number | dict[str, Number]:
+        """Return the mean of all workers' values, or their sum, minimum or maximum; see `gather_objects`.
+
+        Args:
+            value: a number, a tensor, or a dict of such; of the same names and shapes on all workers.
+            op: "mean", "sum", "min" or "max"; element by element.
+
+        Returns:
+            The same on all workers; tensors are on the device of this worker's. The mean of integers is a
+            floating-point number.
+
+        Raises:
+            OffbeatError: not numbers, or of another kind on another worker.
+            ValueError: another `op`.
+        """
+        check_between_steps("session.reduce()", self.worker, self.step)
+        if op not in REDUCTIONS:
+            raise ValueError(f"expected an op of {', '.join(REDUCTIONS)}, got {op!r}")
+        self._hooks.end_step()
+        return self._values.reduce(value, op)
 
     def validate(self, evaluate: Evaluate, dataset: ValidationData, **options: Any) -> Validation:
         """Validate the epoch that ends now while the next one trains; all workers call it.

@@ -13,9 +13,9 @@ run. A thread in `wait_for` calls `find_due_work` under the lock and does that w
 make work due, and then calls `wake`.
 
 Actions. This client applies those that every job has: which workers take part, how far an epoch or the job
-is, what a checkpoint holds, validations. All others belong to the strategy: `protocol` applies them, its
-answers are sent, and `on_action` lets the synchronizer carry out what follows. An action that neither knows
-fails the job.
+is, what a checkpoint holds, validations, values of other workers. All others belong to the strategy:
+`protocol` applies them, its answers are sent, and `on_action` lets the synchronizer carry out what follows.
+An action that neither knows fails the job.
 
 Exactly once. Events and actions are counted at both ends. The coordinator appends an event to its journal
 before it sends any action that follows from it, and acknowledges events by their count in the journal. An
@@ -50,6 +50,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
@@ -58,7 +59,9 @@ from offbeat.events import (
     Action,
     AnnounceWorkerLost,
     ConsumedSamples,
+    DeliverValue,
     EndEpoch,
+    EndGathering,
     EvaluatePart,
     Event,
     Failed,
@@ -93,6 +96,19 @@ _POLL_S = 0.5  # between looks into the store, for failures of workers that have
 _FLUSH_S = 20.0  # the coordinator may be silent for 10 s, and reconnecting may take another 10 s
 
 
+@dataclass
+class DeliveredValues:
+    """Values of workers in a gathering.
+
+    Attributes:
+        values: by worker.
+        end: None until all values have been delivered.
+    """
+
+    values: dict[int, str] = field(default_factory=dict)
+    end: EndGathering | None = None
+
+
 class CoordinatorClient:
     """A worker's client of the coordinator.
 
@@ -115,6 +131,7 @@ class CoordinatorClient:
         consumed_samples: the last ConsumedSamples received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
         is_job_complete: all workers have finished.
+        gathering: the values of other workers that have been delivered since it was last replaced.
         on_action: called, in the I/O thread, with every action that `protocol` has applied.
         on_validation_action: called, in the I/O thread, with every action about validations.
         find_due_work: called, under `lock`, by a thread in `wait_for`; returns what that thread has to do
@@ -141,6 +158,7 @@ class CoordinatorClient:
         self.consumed_samples: ConsumedSamples | None = None
         self.preempt: Preempt | None = None
         self.is_job_complete = False
+        self.gathering = DeliveredValues()
         self.on_action: Callable[[Action], None] = _do_nothing
         self.on_validation_action: Callable[
             [SendSnapshot | EvaluatePart | MergeStates | ValidationFinished], None
@@ -155,7 +173,7 @@ class CoordinatorClient:
         self._on_failure, self._step = on_failure, steps_finished
         self._changed = SignalSafeCondition()
         self._start: PeerList | None = None
-        self._start_s, self._published_failure = rendezvous.start_s, rendezvous.published_failure
+        self._rendezvous = rendezvous
         self.endpoint = Endpoint(
             f"worker-{worker}.{secrets.token_hex(2)}",
             job=rendezvous.job,
@@ -207,10 +225,10 @@ class CoordinatorClient:
                 host=this_host_id(),
             )
         )
-        timeout_s = self._start_s + _ANSWER_MARGIN_S
+        timeout_s = self._rendezvous.start_s + _ANSWER_MARGIN_S
         limit_s = time.monotonic() + timeout_s
         while not self._wait_for_start(min(_POLL_S, limit_s - time.monotonic())):
-            if (cause := self._published_failure()) is not None:
+            if (cause := self._rendezvous.published_failure()) is not None:
                 raise WorkerError(cause)
             if time.monotonic() > limit_s:
                 what = "the coordinator to start the job"
@@ -394,6 +412,10 @@ class CoordinatorClient:
                 if isinstance(action, ValidationFinished):
                     self.validation_results[action.epoch] = action
                 self.on_validation_action(action)
+            case DeliverValue():
+                self.gathering.values[action.source] = action.value
+            case EndGathering():
+                self.gathering.end = action
             case Preempt():
                 self.preempt = action
             case EndEpoch():

@@ -47,6 +47,7 @@ from offbeat.events import (
     PeerUnreachable,
     RejectPeer,
     Tick,
+    ValueGiven,
 )
 from offbeat.policies import dispatch_event
 from offbeat.runtime.control.channel import SequenceAck, decode_sequence_ack, encode_sequence_ack
@@ -89,10 +90,10 @@ _JOINS: Final = (Joined, NodeJoined)
 _OBSERVED: Final = frozenset({Tick, Lost, NodeLost, NodeSilent, NodeResumed})  # by the coordinator only
 _REACHABILITY: Final = frozenset({PeerUnreachable, PeerReachable})
 _ENDS: Final = (Lost, Failed, NodeLost)
-_TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts
+_TEXT_FIELDS: Final = {  # by kind of event, the fields that hold texts, which people read
     kind: [name for name, hint in get_type_hints(kind).items() if hint in (str, tuple[str, ...])]
     for kind in get_args(Event)
-}
+} | {ValueGiven: ["call"]}
 _LOG_ENDED = b"the run log has ended"  # a record of the journal: a successor does not reopen the log
 
 

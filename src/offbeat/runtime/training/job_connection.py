@@ -31,6 +31,7 @@ _SILENT_RETURNING_S = 300.0
 _STAY_S = 10.0  # longest wait for other workers to finish where none of them needs this one
 _COUNT_EVERY_S = 0.005
 _VALIDATION = PolicySpec(path="offbeat.policies.validation.shared_schedule:SharedValidation")
+_GATHERING = "offbeat.policies.membership.value_gathering:ValueGathering"
 _PREEMPTION = PolicySpec(path="offbeat.policies.membership.preemption:PreemptionBroadcast")
 
 
@@ -207,11 +208,12 @@ def _coordinator_configuration(
 ) -> CoordinatorConfiguration:
     log = environment.run_log
     policies = strategy.policies(environment.world, environment.start_s, environment.servers)
+    gathering = PolicySpec(path=_GATHERING, arguments={"timeout_s": strategy.timeout_s})
     return CoordinatorConfiguration(
         job=job,
         token=token,
         host=host,
-        policies=(*policies, _VALIDATION, _PREEMPTION),
+        policies=(*policies, _VALIDATION, _PREEMPTION, gathering),
         log_path=None if log is None else os.path.abspath(log),
         log_bytes_max=environment.run_log_bytes_max,
         log_header={
