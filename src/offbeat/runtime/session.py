@@ -65,7 +65,7 @@ from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.step_hooks import StepHooks
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
-from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.trained import SeveralModels, TrainingState
 from offbeat.runtime.training.value_exchange import (
     REDUCTIONS,
     Number,
@@ -110,7 +110,7 @@ def launched_loop(strategy: Strategy) -> Iterator[LaunchedLoop]:
 
 
 def join(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer],
     strategy: Strategy | None = None,
     *,
@@ -131,9 +131,11 @@ def join(
     epoch of its workers. OFFBEAT_JOB, or torchrun's run id, separates jobs that use one address.
 
     Args:
-        model: the model to train; the same architecture on every worker, on one device.
+        model: the model to train; the same architecture on every worker, on one device. Or several, such as
+            those of a GAN, which the program calls one by one; not with `Hybrid` and strategies on servers.
         optimizer: the optimizer of the model's parameters, or several, each for some of them. A step is over
-            when each of them has stepped, or when the model is called again after some have.
+            when each of them has stepped, or when one of them steps again, or the only model is called again,
+            after some have.
         strategy: how the workers synchronize; equal on every worker. By default that of the launcher, if it
             has one, such as `offbeat.ray.OffbeatTrainer`.
         run_log: path of the run log, which rank 0's coordinator writes; by default the launcher's setting.
@@ -152,10 +154,15 @@ def join(
             missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    models: Sequence[nn.Module]
+    if isinstance(model, nn.ModuleList):  # which has no forward pass of its own
+        models = [*model]
+    else:
+        models = [model] if isinstance(model, nn.Module) else model
     loop = _launched_loops[-1] if _launched_loops else None
     if strategy is None and loop is not None:
         strategy = loop.strategy
-    strategy = check_arguments(model, optimizers, strategy)
+    strategy = check_arguments(models, optimizers, strategy)
     environment = read_environment()
     if run_log is not None:
         environment = replace(environment, run_log=os.path.abspath(run_log))
@@ -163,7 +170,7 @@ def join(
         environment = replace(environment, run_log_bytes_max=run_log_bytes_max)
     with optimizer_step_mode():
         session = Session(
-            TrainingState(model, list(optimizers)),
+            TrainingState(models[0] if len(models) == 1 else SeveralModels(models), list(optimizers)),
             strategy,
             environment_of_thread(environment, thread, threads),
         )

@@ -86,6 +86,7 @@ class GroupAveraging:
     """Base of the strategies that average gradients over the workers of one group."""
 
     always_needs_coordinator: ClassVar[bool] = False
+    trains_several_models: ClassVar[bool] = True
     survives_worker_loss: ClassVar[bool]
 
     shards: Literal["dynamic", "equal"]

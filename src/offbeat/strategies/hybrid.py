@@ -64,6 +64,7 @@ class Hybrid:
     survives_worker_loss: ClassVar[bool] = False
     readmits_workers: ClassVar[bool] = False
     always_needs_coordinator: ClassVar[bool] = False
+    trains_several_models: ClassVar[bool] = False
     shards: ClassVar[Literal["equal"]] = "equal"
 
     policy: AlgorithmPolicy = "cost_model"

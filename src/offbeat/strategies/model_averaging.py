@@ -40,6 +40,7 @@ class AveragesModels:
     survives_worker_loss: ClassVar[bool] = True
     readmits_workers: ClassVar[bool] = False
     always_needs_coordinator: ClassVar[bool] = False
+    trains_several_models: ClassVar[bool] = True
     _policy: ClassVar[type[ModelAveraging]]
 
     shards: Literal["dynamic", "equal"] = "dynamic"

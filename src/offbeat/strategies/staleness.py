@@ -25,6 +25,7 @@ class ServerStrategy(ABC):
     survives_worker_loss: ClassVar[bool] = True
     readmits_workers: ClassVar[bool] = False
     always_needs_coordinator: ClassVar[bool] = True
+    trains_several_models: ClassVar[bool] = False
 
     shards: Literal["dynamic", "equal"] = "dynamic"
     replicas: int = 2

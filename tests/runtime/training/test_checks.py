@@ -15,9 +15,12 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((None, SGD, AllReduce()), r"expected a model \(torch.nn.Module\), got None"),
-        ((SGD, MODEL, AllReduce()), r"expected a model \(torch.nn.Module\), got a SGD"),
-        ((nn.Linear, SGD, AllReduce()), r"expected a model \(torch.nn.Module\), got the class Linear itself"),
+        ((None, SGD, AllReduce()), r"expected a model \(torch.nn.Module\) or a list of them, got None"),
+        ((SGD, MODEL, AllReduce()), r"expected a model \(torch.nn.Module\) or a list of them, got a SGD"),
+        (
+            (nn.Linear, SGD, AllReduce()),
+            r"expected a model \(torch.nn.Module\) or a list of them, got the class Linear itself",
+        ),
         ((MODEL, None, AllReduce()), r"expected an optimizer \(torch.optim.Optimizer\) .*, got None"),
         ((MODEL, list(MODEL.parameters()), AllReduce()), "expected an optimizer .*, got a list of Parameter"),
         ((MODEL, MODEL.parameters(), AllReduce()), "expected an optimizer .*, got a generator"),

@@ -21,14 +21,14 @@ from offbeat.runtime.training.trained import TrainingState
 _DESCRIPTION_CHARACTERS_MAX = 256 * 1024
 
 
-def check_arguments(model: object, optimizers: object, strategy: Strategy | None) -> Strategy:
+def check_arguments(models: object, optimizers: object, strategy: Strategy | None) -> Strategy:
     """Return the strategy; refuse arguments of `join` that are of another kind than it expects.
 
     Raises:
         OffbeatError: says what was expected and what was given.
     """
-    if not isinstance(model, nn.Module):
-        raise OffbeatError(f"expected a model (torch.nn.Module), got {_kind_of(model)}")
+    if not isinstance(models, Sequence) or not models or not all(isinstance(m, nn.Module) for m in models):
+        raise OffbeatError(f"expected a model (torch.nn.Module) or a list of them, got {_kind_of(models)}")
     if not isinstance(optimizers, Sequence) or not all(isinstance(one, Optimizer) for one in optimizers):
         raise OffbeatError(
             f"expected an optimizer (torch.optim.Optimizer) or a list of them, got {_kind_of(optimizers)}"
@@ -37,6 +37,11 @@ def check_arguments(model: object, optimizers: object, strategy: Strategy | None
         raise OffbeatError(
             f"expected a strategy such as offbeat.strategies.PartialAllReduce(), got {_kind_of(strategy)}; "
             "offbeat.strategies.parse_strategy makes one of its text on the command line"
+        )
+    if len(models) > 1 and not strategy.trains_several_models:
+        raise OffbeatError(
+            f"{type(strategy).__name__} trains one model, got {len(models)}: join a module whose forward "
+            "pass calls them, or use a strategy that averages gradients or models, such as PartialAllReduce"
         )
     return strategy
 

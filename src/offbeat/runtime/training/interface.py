@@ -53,6 +53,10 @@ class Strategy(Protocol):
     def always_needs_coordinator(self) -> bool:
         """Whether a job of one worker needs a coordinator, too."""
 
+    @property
+    def trains_several_models(self) -> bool:
+        """Whether a session may have several models, which the program calls one by one."""
+
     def policies(self, world: int, start_s: float, servers: int) -> tuple[PolicySpec, ...]:
         """Return the policies that the coordinator runs, in order.
 

@@ -19,7 +19,7 @@ from offbeat.runtime.training.hooks import SessionForwardHook, SessionHook
 from offbeat.runtime.training.interface import Synchronizer
 from offbeat.runtime.training.partial_step import out_of_inference_mode
 from offbeat.runtime.training.timing import PartTimer
-from offbeat.runtime.training.trained import TrainingState
+from offbeat.runtime.training.trained import SeveralModels, TrainingState
 from offbeat.torch_compat import backward_pass_id
 
 
@@ -27,7 +27,7 @@ class StepHooks:
     """Calls `on_step_end` once per step, in which every optimizer steps at most once.
 
     A step ends when every optimizer has stepped. Where only some have, it ends before one of them steps
-    again, before the next forward pass in training mode, or with `end_step`.
+    again, before the next forward pass in training mode of the only model, or with `end_step`.
 
     Args:
         trained: the model and optimizers.
@@ -103,6 +103,6 @@ class StepHooks:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if model.training:
+        if model.training and not isinstance(self._trained.model, SeveralModels):
             self.end_step()
         self._on_forward()

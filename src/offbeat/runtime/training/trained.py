@@ -9,16 +9,44 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.hyperparameters import ParameterGroup
+
+
+class SeveralModels(nn.ModuleList):
+    """Models that are trained together and called one by one, such as those of a GAN.
+
+    A hook on its forward pass is one on each of theirs.
+    """
+
+    def register_forward_pre_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """See `nn.Module.register_forward_pre_hook`."""
+        return _Handles([model.register_forward_pre_hook(hook, **options) for model in self])
+
+    def register_forward_hook(self, hook: Any, **options: Any) -> RemovableHandle:
+        """See `nn.Module.register_forward_hook`."""
+        return _Handles([model.register_forward_hook(hook, **options) for model in self])
+
+
+class _Handles(RemovableHandle):
+    """Removes the hooks of several handles."""
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """See `RemovableHandle.remove`."""
+        for handle in self._handles:
+            handle.remove()
 
 
 class TrainingState:
     """A model and the optimizers that step it.
 
     Attributes:
-        model: the same architecture on every worker.
+        model: the same architecture on every worker; `SeveralModels` where there are several.
         optimizers: at least one; the same on every worker, in the same order.
     """
 
