@@ -47,7 +47,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import Evaluated, Event, Finished, Preempted, StepTimes
@@ -61,6 +61,7 @@ from offbeat.runtime.training.data_position import DataPosition, check_state, ou
 from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.job_connection import JobConnection
 from offbeat.runtime.training.partial_step import optimizer_step_mode
+from offbeat.runtime.training.session_loader import SessionLoader
 from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.step_hooks import StepHooks
 from offbeat.runtime.training.timing import PartTimer
@@ -402,6 +403,7 @@ class Session:
         """Send what is still to be sent, and wait for the workers that may still need this one."""
         try:
             self._hooks.end_step()
+            self._source.drop_rest()
             self._synchronizer.flush()
             self._wait_for_other_workers()
             if self.validator is not None:
@@ -510,6 +512,22 @@ class Session:
         return self._source.batches(
             dataset, batch_size, shuffle=shuffle, drop_last=drop_last, loader_options=loader_options
         )
+
+    def loader(self, loader: DataLoader[Any]) -> SessionLoader:
+        """Return a loader of this worker's batches, for a program that iterates over a DataLoader.
+
+        Samples are shared out as by `batches`; with `loader` the program needs neither `epochs` nor a
+        DistributedSampler. The order depends on the session's seed and the epoch, not on the DataLoader's
+        generator.
+
+        Args:
+            loader: with a map-style data set and a batch size, the same on every worker; with shuffle=True or
+                False, a SubsetRandomSampler or a DistributedSampler.
+
+        Raises:
+            OffbeatError: the samples cannot be shared out; says which kind of DataLoader can be used.
+        """
+        return SessionLoader(self._source, loader, self.world)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context backward passes only accumulate; the next one outside exchanges the sum.

@@ -5,7 +5,7 @@ Nothing here decides which worker gets which samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -54,6 +54,7 @@ class BatchSource:
         self._timer, self._end_step, self._timeout_s = timer, end_step, timeout_s
         self._pairing = RoundPairing(synchronizer.agree_on_batch)
         self._is_iterating = False
+        self._rest: tuple[object, Generator[Any]] | None = None  # of the epoch, and whose iterators share it
         self._last_epoch: int | None = None
         self._has_left_epoch_early = False  # the loop left the epoch before early
 
@@ -70,8 +71,48 @@ class BatchSource:
             epoch = position.epoch
             yield epoch
             if position.epoch == epoch:
-                position.finish_epoch()
-                self._pairing.begin_epoch(0)
+                self._finish_epoch()
+
+    def _finish_epoch(self) -> None:
+        self.drop_rest()
+        self._position.finish_epoch()
+        self._pairing.begin_epoch(0)
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it has begun; see `SessionLoader.set_epoch`."""
+        if epoch < self._position.epoch:
+            raise OffbeatError(
+                f"expected an epoch from {self._position.epoch} on, which the session is in, got {epoch}: "
+                "begin the loop at session.epoch"
+            )
+        while self._position.epoch < epoch:
+            self._finish_epoch()
+
+    def rest_of_epoch(self, owner: object, **arguments: Any) -> Generator[Any]:
+        """Return the batches that are left of the epoch; of the next one where none is left.
+
+        Args:
+            owner: of the iterators that share them.
+            arguments: of `batches`.
+        """
+        if self._rest is not None and self._rest[0] is owner:
+            return self._rest[1]
+        if self._position.is_used_up:
+            self._finish_epoch()
+        rest = self.batches(**arguments)
+        self._rest = owner, rest
+        return rest
+
+    def forget_rest(self, rest: Iterator[Any]) -> None:
+        """Forget a `rest_of_epoch` that has ended."""
+        if self._rest is not None and self._rest[1] is rest:
+            self._rest = None
+
+    def drop_rest(self) -> None:
+        """Drop what is left of the `rest_of_epoch`, if its iterators have begun it."""
+        if self._rest is not None:
+            rest, self._rest = self._rest[1], None
+            rest.close()
 
     def batches(
         self,
@@ -81,7 +122,7 @@ class BatchSource:
         shuffle: bool,
         drop_last: bool,
         loader_options: dict[str, Any],
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
         """See `Session.batches`."""
         position = self._position
         if not hasattr(dataset, "__len__"):

@@ -1,0 +1,219 @@
+"""A program's DataLoader, shared out among the workers of a session."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.strategies import AllReduce
+from support.processes import run, values
+from support.sample_counting import BATCH, CALM, SAMPLES, Counter, once_each, take
+
+NUMBERS = TensorDataset(torch.arange(SAMPLES))
+EVERY = [*range(SAMPLES)]
+
+
+def alone(dataset=NUMBERS, **options):
+    """A session of one worker, and its loader."""
+    model = Counter()
+    session = offbeat.join(model, torch.optim.SGD(model.parameters(), lr=1.0), AllReduce())
+    return session, session.loader(DataLoader(dataset, **{"batch_size": BATCH, "shuffle": True, **options}))
+
+
+def numbers_of(batches):
+    return [number for (batch,) in batches for number in batch.tolist()]
+
+
+def use(model, optimizer, batch):
+    model(batch).backward()
+    once_each(model)
+    take(model, optimizer)
+
+
+def compare(rank, emit):
+    """The batches of two epochs, from the session and from its loader."""
+    found = []
+    for is_loader in (False, True):
+        model = Counter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with offbeat.join(model, optimizer, AllReduce()) as session:
+            loader = session.loader(DataLoader(NUMBERS, BATCH, shuffle=True))
+            epochs = []
+            for _ in range(2) if is_loader else session.epochs(2):
+                seen = []
+                for (batch,) in loader if is_loader else session.batches(NUMBERS, BATCH):
+                    use(model, optimizer, batch)
+                    seen.append(batch.tolist())
+                assert len(seen) == len(loader)
+                epochs.append([number for batch in seen for number in batch])
+            found.append(epochs)
+            assert session.epoch == (1 if is_loader else 2)
+    assert found[0] == found[1]
+    return found[1]
+
+
+def test_each_iteration_is_an_epoch_of_the_session():
+    first, second = values(run(compare, 2))
+    assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [EVERY, EVERY]
+    assert first[0] != first[1]
+
+
+def test_an_iteration_that_is_broken_off_goes_on_where_it_ended():
+    session, loader = alone()
+    with session:
+        seen = [number for _ in range(4) for number in numbers_of(islice(loader, 5))]
+        assert len(seen) == 4 * 5 * BATCH
+        assert sorted(seen + numbers_of(loader)) == EVERY
+        assert session.epoch == 0
+
+
+def test_iterators_share_the_batches_of_an_epoch():
+    session, loader = alone()
+    with session:
+        first, second, unused = iter(loader), iter(loader), iter(loader)
+        seen = numbers_of([next(first), next(second), next(first)])
+        seen += numbers_of(second)
+        assert sorted(seen) == EVERY
+        assert not numbers_of(first)
+        assert sorted(numbers_of(unused)) == EVERY  # of the next epoch
+        assert session.epoch == 1
+
+
+def test_set_epoch_begins_that_epoch_and_drops_what_is_left():
+    session, loader = alone()
+    with session:
+        orders = [numbers_of(loader) for _ in range(3)]
+    session, loader = alone()
+    with session:
+        loader.set_epoch(0)
+        running = iter(loader)
+        assert numbers_of([next(running)]) == orders[0][:BATCH]
+        loader.set_epoch(0)
+        assert numbers_of([next(running)]) == orders[0][BATCH : 2 * BATCH]
+        loader.set_epoch(2)
+        assert not numbers_of(running)
+        assert numbers_of(loader) == orders[2]
+        with pytest.raises(OffbeatError, match="an epoch from 2 on, which the session is in, got 1: begin"):
+            loader.set_epoch(1)
+
+
+def test_within_epochs_of_the_session_what_is_left_of_one_is_dropped():
+    session, loader = alone()
+    with session:
+        orders = [numbers_of(loader) for _ in range(3)]
+    session, loader = alone()
+    with session:
+        seen = []
+        for _ in session.epochs(3):
+            for (batch,) in loader:
+                seen.append(batch.tolist())
+                break
+    assert seen == [order[:BATCH] for order in orders]
+
+
+def test_another_loader_waits_until_the_first_is_used_up():
+    session, loader = alone()
+    other = session.loader(DataLoader(NUMBERS, BATCH))
+    with session:
+        running = iter(loader)
+        next(running)
+        with pytest.raises(OffbeatError, match="is being iterated already"):
+            next(iter(other))
+        rest = numbers_of(running)
+        assert len(rest) == SAMPLES - BATCH
+        assert numbers_of(other) == EVERY
+
+
+def test_samples_are_loaded_as_the_loader_says():
+    session, loader = alone(num_workers=2, collate_fn=len, drop_last=True)
+    assert (loader.batch_size, loader.num_workers, loader.drop_last) == (BATCH, 2, True)
+    assert loader.dataset is NUMBERS
+    with session:
+        assert [*loader] == [BATCH] * (SAMPLES // BATCH)
+    assert len(loader) == SAMPLES // BATCH
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "is_shuffled"),
+    [
+        ({"shuffle": False}, EVERY, False),
+        ({"shuffle": None, "sampler": DistributedSampler(NUMBERS, 2, 0, shuffle=False)}, EVERY, False),
+        ({"shuffle": None, "sampler": DistributedSampler(NUMBERS, 2, 0)}, EVERY, True),
+        ({"shuffle": None, "sampler": SubsetRandomSampler([*range(5, 50)])}, [*range(5, 50)], True),
+    ],
+    ids=["sequential", "distributed", "distributed and shuffled", "subset"],
+)
+def test_samplers_whose_samples_can_be_shared_out(options, expected, is_shuffled):
+    session, loader = alone(**options)
+    with session:
+        found = numbers_of(loader)
+    assert sorted(found) == expected
+    assert (found != expected) == is_shuffled
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda: DataLoader(Stream(), BATCH), "got an IterableDataset"),
+        (lambda: DataLoader(NUMBERS, batch_size=None), "or with batch_size=None"),
+        (
+            lambda: DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 3, False)),
+            "with a batch_sampler",
+        ),
+        (
+            lambda: DataLoader(NUMBERS, BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, 9)),
+            "got a WeightedRandomSampler",
+        ),
+        (
+            lambda: DataLoader(NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True)),
+            "got a RandomSampler",
+        ),
+        (lambda: NUMBERS, "needs a torch DataLoader, got a TensorDataset"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(loader, words):
+    session, _ = alone()
+    with session, pytest.raises(OffbeatError, match=words):
+        session.loader(loader())
+
+
+def count(rank, emit, last_epoch_batches):
+    """How often each sample was used under a strategy that assigns samples, without `session.epochs`."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, CALM) as session:
+        loader = session.loader(DataLoader(NUMBERS, BATCH, shuffle=True))
+        for _ in range(3):
+            for (batch,) in loader:
+                use(model, optimizer, batch)
+        left = iter(loader)
+        for _ in range(last_epoch_batches):
+            use(model, optimizer, *next(left))
+    return (-model.uses_N).detach().tolist()
+
+
+@pytest.mark.parametrize("last_epoch_batches", [0, 2])
+def test_where_samples_are_assigned_each_is_used_once_in_an_epoch(last_epoch_batches):
+    first, *others = values(run(count, 3, last_epoch_batches))
+    assert all(other == first for other in others)
+    assert {*first} <= {3.0, 4.0}
+    assert bool(4.0 in first) == bool(last_epoch_batches)
+    assert first.count(4.0) <= 3 * BATCH * last_epoch_batches
