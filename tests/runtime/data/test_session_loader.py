@@ -207,6 +207,7 @@ def count(rank, emit, last_epoch_batches):
         left = iter(loader)
         for _ in range(last_epoch_batches):
             use(model, optimizer, *next(left))
+    assert next(left, None) is None  # it ended with the session
     return (-model.uses_N).detach().tolist()
 
 
