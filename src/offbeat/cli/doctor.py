@@ -316,8 +316,8 @@ def _check_folders(environ: Mapping[str, str]) -> Iterator[Finding]:
         folders["data sets"] = resolve_data_dir(None)
     for check, folder in folders.items():
         where = Path(folder)
-        is_made = check == "data sets"  # when it is needed
-        while is_made and not os.path.exists(where) and where != where.parent:
+        is_made_later = check == "data sets"
+        while is_made_later and not os.path.exists(where) and where != where.parent:
             where = where.parent
         if not os.access(where, os.W_OK | os.X_OK):
             yield Finding(
@@ -408,16 +408,16 @@ def _check_ports(environ: Mapping[str, str]) -> Finding:
             found=f"a connection to a free port of {host} fails: {describe_os_error(error)}",
             advice="allow connections between the ports of this host: look at its firewall",
         )
-    some = ""
+    free = "free ports"
     with suppress(OSError, ValueError):
         first, last = _PORTS.read_text().split()
-        some = f" from {first} to {last}"
+        free = f"free ports from {first} to {last}"
     port = environ.get("MASTER_PORT")
-    store = f", and rank 0 or its launcher on MASTER_PORT, {port}," if port else ""
+    store = f", and rank 0 or its launcher on MASTER_PORT, {port}" if port else ""
     return Finding(
         check="ports",
         level="ok",
-        found=f"workers listen on free ports{some}{store or ','} which hosts must allow each other",
+        found=f"workers listen on {free}{store}, which hosts must allow each other",
     )
 
 

@@ -133,12 +133,11 @@ def _check_job(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
     Raises:
         WorkerError: a worker did not take part in time.
     """
+    links: _Links | None = None
     with ExitStack() as stack:
-        addresses: Sequence[str] = ()
         try:
             links = _Links(meeting)
             stack.callback(links.endpoint.close)
-            addresses = links.endpoint.addresses
         except (OffbeatError, OSError) as error:
             reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
             if reason not in [one.found for one in findings]:
@@ -147,13 +146,15 @@ def _check_job(meeting: Meeting, findings: Sequence[Finding]) -> list[Finding]:
             worker=meeting.worker,
             host=socket.gethostname(),
             address=meeting.host,
-            addresses=tuple(addresses),
+            addresses=() if links is None else links.endpoint.addresses,
             versions=installed_versions(),
             findings=tuple(findings),
         )
         texts = meeting.gather("report", json.dumps(asdict(own)), _REPORT_S)
         reports = [_parse_report(text) for text in texts]
-        measured = _measure_pairs(meeting, links, reports) if all(one.addresses for one in reports) else []
+        measured: list[Connection] = []
+        if links is not None and all(report.addresses for report in reports):
+            measured = _measure_pairs(meeting, links, reports)
     return summarize_machines(reports) + summarize_connections(reports, measured)
 
 
