@@ -10,7 +10,7 @@ import nothing but the standard library and `offbeat.events`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from offbeat.errors import ProtocolError
 from offbeat.events import AbortJob, Action, Event, Joined, RejectPeer
@@ -28,6 +28,14 @@ class Policy(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`."""
+
+
+@runtime_checkable
+class WatchesRejections(Protocol):
+    """A policy that has to know of peers that another policy rejects after they have joined."""
+
+    def on_peer_rejected(self, peer: str) -> list[Action]:
+        """Return the actions that follow; the peer may have been rejected before it joined."""
 
 
 class WorkerProtocol(Protocol):
@@ -63,7 +71,8 @@ def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
     """Pass one event to every policy, in order, and return all actions.
 
     A policy that raises ProtocolError ends this: the last action is then an AbortJob with the error's text.
-    A RejectPeer in answer to a Joined ends it too: the policies after that one do not get the event.
+    A RejectPeer in answer to a Joined ends it too: the policies after that one do not get the event. Policies
+    that watch rejections learn of every one.
 
     The coordinator, the simulator and a replay all use this function, so that they agree.
     """
@@ -76,6 +85,10 @@ def dispatch_event(policies: Sequence[Policy], event: Event) -> list[Action]:
             actions += answers
             if isinstance(event, Joined) and any(isinstance(answer, RejectPeer) for answer in answers):
                 break
+        for rejected in [action.peer for action in actions if isinstance(action, RejectPeer)]:
+            for policy in policies:
+                if isinstance(policy, WatchesRejections):
+                    actions += policy.on_peer_rejected(rejected)
     except ProtocolError as error:
         actions.append(AbortJob(worker=getattr(event, "worker", None), step=None, reason=str(error)))
     return actions

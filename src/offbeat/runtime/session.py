@@ -39,7 +39,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -134,6 +134,7 @@ def join(
     Args:
         model: the model to train; the same architecture on every worker, on one device. Or several, such as
             those of a GAN, which the program calls one by one; not with `Hybrid` and strategies on servers.
+            `validate` then gets a list of them.
         optimizer: the optimizer of the model's parameters, or several, each for some of them. A step is over
             when each of them has stepped, or when one of them steps again, or the only model is called again,
             after some have.
@@ -155,11 +156,9 @@ def join(
             missing or that differ. Or the job does not accept newcomers, or not this one; says why.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    models: Sequence[nn.Module]
-    if isinstance(model, nn.ModuleList):  # which has no forward pass of its own
+    models: Sequence[nn.Module] = [model] if isinstance(model, nn.Module) else model
+    if type(model) is nn.ModuleList:  # which has no forward pass of its own, as a subclass may have
         models = [*model]
-    else:
-        models = [model] if isinstance(model, nn.Module) else model
     loop = _launched_loops[-1] if _launched_loops else None
     if strategy is None and loop is not None:
         strategy = loop.strategy
@@ -227,7 +226,7 @@ class Session:
         self._losses: list[float] = []
         self._slowness = _read_slowness(environment)
         self._signals = PreemptionSignals()
-        self._is_preempted = self._has_seen_preemption = False
+        self._is_preempted = self._has_seen_preemption = self._has_trained = False
         self._left = False
         self._pid = os.getpid()
         self._job = JobConnection(environment, strategy)
@@ -395,6 +394,9 @@ class Session:
         self._left = True
         if error is None:
             self._finish()
+        if error is not None:
+            with suppress(OffbeatError):
+                self._source.drop_rest()
         has_failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         self._job.send_end(error if has_failed else None)
         self._tear_down()
@@ -516,13 +518,18 @@ class Session:
     def loader(self, loader: DataLoader[Any]) -> SessionLoader:
         """Return a loader of this worker's batches, for a program that iterates over a DataLoader.
 
-        Samples are shared out as by `batches`; with `loader` the program needs neither `epochs` nor a
-        DistributedSampler. The order depends on the session's seed and the epoch, not on the DataLoader's
-        generator.
+        Samples are shared out as by `batches`; the program needs neither `epochs` nor a DistributedSampler:
+
+            loader = session.loader(DataLoader(train_set, batch_size=32, shuffle=True))
+            for epoch in range(session.epoch, 10):
+                for x, y in loader:
+
+        The order depends on the session's seed and the epoch, not on the DataLoader's generator. It is for
+        training: evaluate with a loader of your own.
 
         Args:
-            loader: with a map-style data set and a batch size, the same on every worker; with shuffle=True or
-                False, a SubsetRandomSampler or a DistributedSampler.
+            loader: a DataLoader with a map-style data set and a batch size, the same on every worker; with
+                shuffle=True or False, or a SubsetRandomSampler or DistributedSampler of that set.
 
         Raises:
             OffbeatError: the samples cannot be shared out; says which kind of DataLoader can be used.
@@ -558,17 +565,18 @@ class Session:
         """Wait until all workers have called this.
 
         This and the three methods below are for small things, such as a folder's name or a metric; call them
-        on all workers, in the same order, between steps: at the end of an epoch, or at a step that all
-        workers take. They are among the workers that are in the job: who has been lost, or has finished, is
-        not awaited, and a newcomer takes part from the next call on. They wait as long as the strategy's
-        `timeout_s`.
+        on all workers, in the same order, between steps: before the loop, at the end of an epoch, or at a
+        step that all workers take. They are among the workers that are in the job: who has been lost, or has
+        finished, is not awaited. A newcomer takes part from its first batch or step on, and skips the calls
+        before the loop (`is_newcomer`). They wait as long as the strategy's `timeout_s`.
 
         Raises:
+            OffbeatError: this worker has left the job, or is a newcomer that has not trained yet.
             WorkerError: the job failed; a worker called something else, or did not call this in time; or a
                 signal handler or a hook calls it within a step.
         """
         check_between_steps("session.barrier()", self.worker, self.step)
-        self._hooks.end_step()
+        self._before_exchange("session.barrier()")
         self._values.wait_for_all("session.barrier()")
 
     def gather_objects(self, value: Any) -> dict[int, Any]:
@@ -579,17 +587,17 @@ class Session:
                 100 KB when saved by torch. Tensors arrive on the CPU.
 
         Raises:
-            OffbeatError: the value is too large, or holds something else.
+            OffbeatError: the value is too large, or holds something else; or as `barrier`.
             WorkerError: as `barrier`.
         """
         check_between_steps("session.gather_objects()", self.worker, self.step)
-        self._hooks.end_step()
+        self._before_exchange("session.gather_objects()")
         return self._values.gather("session.gather_objects()", value)
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of the worker with the smallest id, on all workers; see `gather_objects`."""
         check_between_steps("session.broadcast_object()", self.worker, self.step)
-        self._hooks.end_step()
+        self._before_exchange("session.broadcast_object()")
         gathered = self._values.gather("session.broadcast_object()", value, only_first=True)
         return next(iter(gathered.values()))
 
@@ -599,22 +607,34 @@ class Session:
         """Return the mean of all workers' values, or their sum, minimum or maximum; see `gather_objects`.
 
         Args:
-            value: a number, a tensor, or a dict of such; of the same names and shapes on all workers.
+            value: a real number, a tensor, or a dict of such; of the same names and shapes on all workers.
             op: "mean", "sum", "min" or "max"; element by element.
 
         Returns:
-            The same on all workers; tensors are on the device of this worker's. The mean of integers is a
-            floating-point number.
+            The same on all workers; tensors are on the device of this worker's, and keep their type, but for
+            the mean of integers.
 
         Raises:
-            OffbeatError: not numbers, or of another kind on another worker.
+            OffbeatError: not numbers, or of another kind on another worker; or as `barrier`.
             ValueError: another `op`.
+            WorkerError: as `barrier`.
         """
-        check_between_steps("session.reduce()", self.worker, self.step)
         if op not in REDUCTIONS:
             raise ValueError(f"expected an op of {', '.join(REDUCTIONS)}, got {op!r}")
-        self._hooks.end_step()
+        check_between_steps("session.reduce()", self.worker, self.step)
+        self._before_exchange("session.reduce()")
         return self._values.reduce(value, op)
+
+    def _before_exchange(self, call: str) -> None:
+        if self._left:
+            raise OffbeatError(f"{call} was called after worker {self.worker} had left the job")
+        if self.is_newcomer and not (self._has_trained or self._source.has_begun):
+            raise OffbeatError(
+                f"{call} was called by worker {self.worker}, which has joined a running job, before its "
+                "first batch: the other workers have made the calls before the loop already; skip them where "
+                "session.is_newcomer is true"
+            )
+        self._hooks.end_step()
 
     def validate(self, evaluate: Evaluate, dataset: ValidationData, **options: Any) -> Validation:
         """Validate the epoch that ends now while the next one trains; all workers call it.
@@ -740,6 +760,7 @@ class Session:
             self.send_event(Preempted(now_s=0.0, worker=self.worker, step=self._steps_taken, signal=signal))
         self._synchronizer.after_step()
         self._steps_taken += 1
+        self._has_trained = True
         self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
         self._job.queue_times(

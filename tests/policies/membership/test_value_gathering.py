@@ -6,7 +6,19 @@ import random
 import pytest
 
 from offbeat.errors import ProtocolError
-from offbeat.events import DeliverValue, EndGathering, Failed, Finished, Joined, Left, Lost, Tick, ValueGiven
+from offbeat.events import (
+    DeliverValue,
+    EndGathering,
+    Failed,
+    Finished,
+    Joined,
+    Left,
+    Lost,
+    RejectPeer,
+    Tick,
+    ValueGiven,
+)
+from offbeat.policies import dispatch_event
 from offbeat.policies.membership.value_gathering import VALUE_CHARACTERS_MAX, ValueGathering
 
 
@@ -24,8 +36,10 @@ def joined(worker):
     )
 
 
-def given(worker, value="v", call="gather", now_s=0.0, delivers_first=False):
-    return ValueGiven(now_s=now_s, worker=worker, call=call, delivers_first=delivers_first, value=value)
+def given(worker, value="v", call="gather", now_s=0.0, delivers_first=False, number=0):
+    return ValueGiven(
+        now_s=now_s, worker=worker, number=number, call=call, delivers_first=delivers_first, value=value
+    )
 
 
 GONE = {
@@ -52,12 +66,12 @@ def delivered(actions):
     found, values = [], {}
     for action in actions:
         if isinstance(action, DeliverValue):
-            values[action.source] = (action.value, action.members)
+            values[action.source] = (action.value, action.members, action.gathering)
         else:
             assert isinstance(action, EndGathering)
             assert not action.error
-            assert all(members == action.members for _, members in values.values())
-            found.append((action.members, {source: value for source, (value, _) in values.items()}))
+            assert all(tuple(one) == (action.members, action.gathering) for _, *one in values.values())
+            found.append((action.members, {source: value for source, (value, *_) in values.items()}))
             values = {}
     assert not values
     return found
@@ -121,13 +135,35 @@ def test_who_does_not_come_is_named_in_time():
     assert end.error == "workers [0, 2] did not call gather within 5 s, and workers [1] did"
 
 
+def test_a_value_replaces_that_of_a_call_which_its_program_gave_up():
+    one = policy()
+    assert not handle(one, given(0, "old", number=3), given(1, "b", number=5), given(0, "new", number=4))
+    actions = handle(one, given(2, "c", number=1))
+    assert delivered(actions) == [((0, 1, 2), {0: "new", 1: "b", 2: "c"})]
+    assert actions[-1].numbers == (4, 5, 1)
+
+
+def test_of_a_call_that_was_given_up_nothing_is_left():
+    one = policy()
+    assert not handle(one, given(0, call="barrier"), given(0, "a", call="gather", number=1))
+    assert delivered(handle(one, given(1, "b"), given(2, "c"))) == [((0, 1, 2), {0: "a", 1: "b", 2: "c"})]
+
+
+def test_a_worker_that_another_policy_rejects_is_not_awaited():
+    class Rejects:
+        def handle(self, event):
+            return [RejectPeer(peer="worker-1", reason="r"), RejectPeer(peer="nobody", reason="r")]
+
+    one = policy()
+    handle(one, given(0, "a"), given(2, "c"))
+    rejected = dispatch_event([Rejects(), one], Tick(now_s=1.0))
+    assert delivered(rejected[2:]) == [((0, 2), {0: "a", 2: "c"})]
+
+
 def test_what_no_worker_sends_is_refused():
     one = policy()
     with pytest.raises(ProtocolError, match="at most 131072 characters, got 131073 from worker 0"):
         handle(one, given(0, "v" * (VALUE_CHARACTERS_MAX + 1)))
-    handle(one, given(0))
-    with pytest.raises(ProtocolError, match="worker 0 gave a value to gather before its last call had ended"):
-        handle(one, given(0))
 
 
 @pytest.mark.parametrize("seed", range(300))

@@ -1,5 +1,6 @@
 """A program's DataLoader, shared out among the workers of a session."""
 
+import multiprocessing
 from itertools import islice
 
 import pytest
@@ -106,8 +107,9 @@ def test_set_epoch_begins_that_epoch_and_drops_what_is_left():
         loader.set_epoch(2)
         assert not numbers_of(running)
         assert numbers_of(loader) == orders[2]
-        with pytest.raises(OffbeatError, match="an epoch from 2 on, which the session is in, got 1: begin"):
-            loader.set_epoch(1)
+        for over in (1, 2):
+            with pytest.raises(OffbeatError, match=f"an epoch from 3 on, got {over}, which is over: begin"):
+                loader.sampler.set_epoch(over)
 
 
 def test_within_epochs_of_the_session_what_is_left_of_one_is_dropped():
@@ -122,6 +124,39 @@ def test_within_epochs_of_the_session_what_is_left_of_one_is_dropped():
                 seen.append(batch.tolist())
                 break
     assert seen == [order[:BATCH] for order in orders]
+
+
+def test_in_a_loop_over_epochs_an_epoch_has_one_pass():
+    session, loader = alone()
+    with session:
+        for _ in session.epochs(2):
+            assert sorted(numbers_of(loader)) == EVERY
+            with pytest.raises(OffbeatError, match=r"are used up: begin the next epoch with session\.epochs"):
+                next(iter(loader))
+        assert session.epoch == 2
+
+
+def test_a_loaded_state_says_where_the_next_iteration_begins():
+    session, loader = alone()
+    with session:
+        start = session.state_dict()
+        first = numbers_of(loader)
+        session.load_state_dict(start)
+        assert numbers_of(loader) == first
+
+
+def test_a_loop_that_fails_ends_the_loading_processes():
+    session, loader = alone(num_workers=1)
+    running = iter(loader)
+
+    def fail():
+        with session:
+            next(running)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not multiprocessing.active_children()
 
 
 def test_another_loader_waits_until_the_first_is_used_up():
@@ -164,6 +199,16 @@ def test_samplers_whose_samples_can_be_shared_out(options, expected, is_shuffled
     assert (found != expected) == is_shuffled
 
 
+class Reversed(SequentialSampler):
+    def __iter__(self):
+        return reversed(range(SAMPLES))
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        return iter([])
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(10))
@@ -186,7 +231,10 @@ class Stream(IterableDataset):
             lambda: DataLoader(NUMBERS, BATCH, sampler=RandomSampler(NUMBERS, replacement=True)),
             "got a RandomSampler",
         ),
-        (lambda: NUMBERS, "needs a torch DataLoader, got a TensorDataset"),
+        (lambda: DataLoader(NUMBERS, BATCH, sampler=Reversed(NUMBERS)), "got a Reversed"),
+        (lambda: DataLoader(NUMBERS, BATCH, sampler=SequentialSampler(range(9))), "got a SequentialSampler"),
+        (lambda: Own(NUMBERS, BATCH), "needs a torch DataLoader with its own iterator, got a Own"),
+        (lambda: NUMBERS, "needs a torch DataLoader with its own iterator, got a TensorDataset"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(loader, words):

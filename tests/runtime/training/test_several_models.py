@@ -105,7 +105,25 @@ def test_a_strategy_that_trains_one_model_refuses_several(strategy):
         offbeat.join(networks.models, networks.optimizers, strategy)
 
 
-@pytest.mark.parametrize(("models", "got"), [([], "a list of "), ([1], "a list of int"), ("ab", "'ab'")])
+@pytest.mark.parametrize(("models", "got"), [([], "an empty list"), ([1], "a list of int"), ("ab", "'ab'")])
 def test_what_is_no_model_is_refused(models, got):
     with pytest.raises(OffbeatError, match=f"expected a model .* or a list of them, got {got}"):
         offbeat.join(models, Networks().optimizers, AllReduce())
+
+
+def test_a_model_twice_is_refused():
+    networks = Networks()
+    with pytest.raises(OffbeatError, match="a list of different models, got one of them twice"):
+        offbeat.join([networks.generator] * 2, networks.optimizers, AllReduce())
+
+
+class Summed(nn.ModuleList):
+    def forward(self, x):
+        return sum(layer(x) for layer in self)
+
+
+def test_a_module_list_with_a_forward_pass_is_one_model():
+    model = Summed([nn.Linear(2, 1), nn.Linear(2, 1)])
+    with offbeat.join(model, torch.optim.SGD(model.parameters(), lr=0.1), Hybrid()) as session:
+        model(torch.ones(3, 2)).sum().backward()
+    assert session.worker == 0

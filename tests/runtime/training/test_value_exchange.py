@@ -1,14 +1,17 @@
 """Values that real workers give to each other, at any time of a training."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import offbeat
 from offbeat.errors import OffbeatError
+from offbeat.events import ValueGiven
 from offbeat.strategies import SSP, AllReduce, Hybrid, LocalSGD, PartialAllReduce
-from support.newcomer_training import GATE, Gate, pass_gate
+from support.newcomer_training import GATE, STEADY, Gate, pass_gate
 from support.processes import run, start, values
+from support.run_logs import wait_for_entry
 
 WORKERS = 3
 EPOCHS = 2
@@ -40,7 +43,9 @@ def exchange_in_each_epoch(rank, emit, strategy):
             named = {"loss": rank + 0.1, "steps": rank, "sums": torch.tensor([rank, 2.0])}
             reduced = [session.reduce(named, op) for op in ("mean", "sum", "min", "max")]
             found.append([{**one, "sums": one["sums"].tolist()} for one in reduced])
-        found.append(session.reduce(10**17 + rank, "sum"))
+        found.append(session.reduce(10**30 + rank, "sum"))
+        found.append(session.reduce(torch.full((2,), 40000.0, dtype=torch.float16)).tolist())
+        found.append(session.gather_objects(torch.zeros(10**6)[:2])[1].shape)  # not of the whole storage
     return found
 
 
@@ -63,7 +68,7 @@ def test_all_workers_get_the_same_values_in_each_epoch(strategy):
                 [0, 2],
                 [2, 2],
             ]
-        assert found[-1] == 3 * 10**17 + 3  # exactly
+        assert found[-3:] == [3 * 10**30 + 3, [40000.0, 40000.0], (2,)]
 
 
 def test_a_job_of_one_worker_has_its_own_values():
@@ -74,6 +79,13 @@ def test_a_job_of_one_worker_has_its_own_values():
         assert session.broadcast_object("x") == "x"
         assert session.reduce(3) == 3.0
         assert session.reduce(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
+        assert session.reduce(np.float64(0.5)) == 0.5
+        mine = torch.ones(2, requires_grad=True)
+        assert not session.gather_objects(mine)[0].requires_grad
+        with pytest.raises(OffbeatError, match="got a Linear that is, or holds, something else"):
+            session.gather_objects(model)
+    with pytest.raises(OffbeatError, match="called after worker 0 had left the job"):
+        session.barrier()
 
 
 def call_differently(rank, emit):
@@ -137,9 +149,10 @@ def test_what_cannot_be_given_is_refused_before_anybody_waits():
         assert unsuitable.startswith("session.gather_objects() needs numbers, texts, tensors")
         assert "got a Linear" in unsuitable
         assert "at most 104,857 bytes when saved, got 12" in large
-        assert "got a str" in text
+        assert "got a str for the value" in text
         assert other == "expected an op of mean, sum, min, max, got 'median'"
-        assert "{'': 'shape (2,)'} from worker 0 and {'': 'shape (3,)'} from worker 1" in unlike
+        shapes = [f"(the value: a tensor of shape ({size},)) from worker" for size in (2, 3)]
+        assert f"got {shapes[0]} 0 and {shapes[1]} 1" in unlike
 
 
 def wait_for_others(rank, emit):
@@ -159,3 +172,39 @@ def test_a_worker_that_is_killed_is_not_awaited(tmp_path):
         cluster.processes[2].kill()
         ended = [cluster.end(rank) for rank in (0, 1)]
     assert [one.value for one in ended] == [{0: 0, 1: 1}] * 2
+
+
+def go_on_with_a_newcomer(rank, emit):
+    model, optimizer = model_and_optimizer()
+    refused = ""
+    with offbeat.join(model, optimizer, STEADY) as session:
+        if session.is_newcomer:
+            with pytest.raises(OffbeatError) as error:
+                session.broadcast_object("folder")
+            refused = str(error.value)
+        else:
+            assert session.broadcast_object("folder") == "folder"
+        for _ in session.epochs(10):
+            train_an_epoch(session, model, optimizer)
+            if not session.is_newcomer and session.epoch == 0:
+                emit("waiting")
+                pass_gate()
+        found = session.gather_objects(session.worker)
+    return refused, found
+
+
+def come_late(rank, emit, log):
+    wait_for_entry(log, "a value", lambda one: isinstance(one, ValueGiven))
+    return go_on_with_a_newcomer(rank, emit)
+
+
+def test_a_newcomer_skips_the_calls_before_the_loop_and_takes_part_in_the_others(tmp_path):
+    with Gate(tmp_path) as gate, start(go_on_with_a_newcomer, 2, env=gate.env) as cluster:
+        for rank in range(2):
+            assert cluster.receive(rank) == "waiting"
+        cluster.add(come_late, (gate.log,), gate.env)
+        gate.open_for(2)
+        first, second, newcomer = values(cluster.ends(90))
+    assert newcomer[0].startswith("session.broadcast_object() was called by worker 2, which has joined a")
+    assert first == second == ("", {0: 0, 1: 1, 2: 2})
+    assert newcomer[1] == {0: 0, 1: 1, 2: 2}

@@ -31,24 +31,38 @@ class _Gathering:
     """Values that belong together.
 
     Attributes:
+        number: how many gatherings began before this one.
         call: what the workers called.
         awaited: workers whose values are missing.
         values: by worker.
+        numbers: of these values, by worker.
     """
 
+    number: int
     call: str
     delivers_first: bool
     since_s: float
     awaited: set[int]
     values: dict[int, str] = field(default_factory=dict)
+    numbers: dict[int, int] = field(default_factory=dict)
+
+    def take(self, worker: int, number: int, value: str) -> None:
+        self.awaited.discard(worker)
+        self.values[worker], self.numbers[worker] = value, number
+
+    def drop(self, worker: int) -> None:
+        self.awaited.discard(worker)
+        self.values.pop(worker, None)
+        self.numbers.pop(worker, None)
 
 
 class ValueGathering:
     """Gathers a value of each worker of the job, and delivers them to all that have given one.
 
     The first value that belongs to no gathering begins one, of all workers that are in the job then. A worker
-    that is lost, fails, leaves or has finished is not awaited any more, and its value is dropped. A worker
-    that joins later takes part from the next gathering on.
+    that is lost, rejected, fails, leaves or has finished is not awaited any more, and its value is dropped. A
+    worker that joins later takes part from the next gathering on. The value of a worker that has given one
+    already, because its program did not wait to the end, replaces that one.
 
     Args:
         timeout_s: how long a gathering waits for a worker, in seconds.
@@ -56,18 +70,19 @@ class ValueGathering:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._present: set[int] = set()
+        self._peers: dict[str, int] = {}  # the workers in the job, by their link names
+        self._begun = 0  # number of gatherings
         self._open: list[_Gathering] = []  # in the order in which they began
 
     def handle(self, event: Event) -> list[Action]:
         """See `Policy.handle`.
 
         Raises:
-            ProtocolError: a value is too long, or its worker has given one already and waits.
+            ProtocolError: a value is too long.
         """
         match event:
             case Joined():
-                self._present.add(event.worker)
+                self._peers[event.peer] = event.worker
             case ValueGiven():
                 return self._place(event)
             case Lost() | Failed() | Left() | Finished():
@@ -76,6 +91,11 @@ class ValueGathering:
                 return self._end_overdue(event.now_s)
         return []
 
+    def on_peer_rejected(self, peer: str) -> list[Action]:
+        """See `WatchesRejections.on_peer_rejected`."""
+        worker = self._peers.get(peer)
+        return [] if worker is None else self._remove(worker, "rejected")
+
     def _place(self, event: ValueGiven) -> list[Action]:
         worker = event.worker
         if len(event.value) > VALUE_CHARACTERS_MAX:
@@ -83,40 +103,38 @@ class ValueGathering:
                 f"expected a value of at most {VALUE_CHARACTERS_MAX} characters, got {len(event.value)} from "
                 f"worker {worker}"
             )
-        if any(worker in one.values for one in self._open):
-            raise ProtocolError(
-                f"worker {worker} gave a value to {event.call} before its last call had ended"
-            )
-        gathering = next((one for one in self._open if worker in one.awaited), None)
+        mine = (one for one in self._open if worker in one.awaited or worker in one.values)
+        gathering = next(mine, None)
         if gathering is None:
             gathering = _Gathering(
+                number=self._begun,
                 call=event.call,
                 delivers_first=event.delivers_first,
                 since_s=event.now_s,
-                awaited=self._present | {worker},
+                awaited={*self._peers.values(), worker},
             )
+            self._begun += 1
             self._open.append(gathering)
-        gathering.awaited.discard(worker)
-        if gathering.call != event.call:
-            return self._end_unlike(gathering, event)
-        gathering.values[worker] = event.value
+        others = [one for one in gathering.values if one != worker]
+        if gathering.call != event.call and others:
+            return self._end_unlike(gathering, event, others[0])
+        gathering.call, gathering.delivers_first = event.call, event.delivers_first
+        gathering.take(worker, event.number, event.value)
         return self._end_if_complete(gathering, f"worker {worker} gave the last value")
 
-    def _end_unlike(self, gathering: _Gathering, event: ValueGiven) -> list[Action]:
-        first, *_ = gathering.values
+    def _end_unlike(self, gathering: _Gathering, event: ValueGiven, other: int) -> list[Action]:
         error = (
-            f"worker {event.worker} called {event.call} where worker {first} called {gathering.call}: all "
+            f"worker {event.worker} called {event.call} where worker {other} called {gathering.call}: all "
             "workers have to make the same calls in the same order"
         )
-        gathering.values[event.worker] = event.value
+        gathering.take(event.worker, event.number, event.value)
         return self._end_with_error(gathering, error)
 
     def _remove(self, worker: int, how: str) -> list[Action]:
-        self._present.discard(worker)
+        self._peers = {peer: one for peer, one in self._peers.items() if one != worker}
         actions: list[Action] = []
         for gathering in [*self._open]:
-            gathering.awaited.discard(worker)
-            gathering.values.pop(worker, None)
+            gathering.drop(worker)
             if gathering.values:
                 actions += self._end_if_complete(gathering, f"worker {worker} is not awaited: {how}")
             else:
@@ -137,33 +155,45 @@ class ValueGathering:
     def _end_if_complete(self, gathering: _Gathering, reason: str) -> list[Action]:
         if gathering.awaited:
             return []
-        self._open.remove(gathering)
         members = tuple(sorted(gathering.values))
         sources = members[:1] if gathering.delivers_first else members
-        return [
-            *(
-                DeliverValue(members=members, source=source, value=gathering.values[source])
-                for source in sources
-                if gathering.values[source]
-            ),
-            EndGathering(members=members, error="", reason=reason),
+        values = [
+            DeliverValue(
+                members=members, gathering=gathering.number, source=source, value=gathering.values[source]
+            )
+            for source in sources
+            if gathering.values[source]
         ]
+        return [*values, self._end(gathering, "", reason)]
 
     def _end_with_error(self, gathering: _Gathering, error: str) -> list[Action]:
+        return [self._end(gathering, error, error)]
+
+    def _end(self, gathering: _Gathering, error: str, reason: str) -> EndGathering:
         self._open.remove(gathering)
-        return [EndGathering(members=tuple(sorted(gathering.values)), error=error, reason=error)]
+        members = tuple(sorted(gathering.values))
+        return EndGathering(
+            members=members,
+            numbers=tuple(gathering.numbers[member] for member in members),
+            gathering=gathering.number,
+            error=error,
+            reason=reason,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that is not an argument of the constructor, as plain data."""
         return {
-            "present": sorted(self._present),
+            "peers": dict(self._peers),
+            "begun": self._begun,
             "open": [
                 {
+                    "number": one.number,
                     "call": one.call,
                     "delivers_first": one.delivers_first,
                     "since_s": one.since_s,
                     "awaited": sorted(one.awaited),
                     "values": [[worker, value] for worker, value in one.values.items()],
+                    "numbers": [[worker, number] for worker, number in one.numbers.items()],
                 }
                 for one in self._open
             ],
@@ -171,14 +201,16 @@ class ValueGathering:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict` of a policy with the same arguments."""
-        self._present = set(state["present"])
+        self._peers, self._begun = dict(state["peers"]), state["begun"]
         self._open = [
             _Gathering(
+                number=one["number"],
                 call=one["call"],
                 delivers_first=one["delivers_first"],
                 since_s=one["since_s"],
                 awaited=set(one["awaited"]),
                 values=dict(one["values"]),
+                numbers=dict(one["numbers"]),
             )
             for one in state["open"]
         ]

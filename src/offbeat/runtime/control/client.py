@@ -50,7 +50,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 
 from offbeat.errors import LinkError, OffbeatError, ProtocolError, WorkerError
@@ -79,6 +78,7 @@ from offbeat.events import (
 from offbeat.policies import WorkerProtocol
 from offbeat.runtime.control.channel import ControlChannel
 from offbeat.runtime.control.configuration import COORDINATOR
+from offbeat.runtime.control.delivered_values import DeliveredValues
 from offbeat.runtime.control.environment import load_tls
 from offbeat.runtime.control.peers import WorkerPeers
 from offbeat.runtime.control.rendezvous import RendezvousInfo
@@ -94,19 +94,6 @@ _ANSWER_MARGIN_S = 5.0
 _CLOSE_S = 5.0
 _POLL_S = 0.5  # between looks into the store, for failures of workers that have not reached the coordinator
 _FLUSH_S = 20.0  # the coordinator may be silent for 10 s, and reconnecting may take another 10 s
-
-
-@dataclass
-class DeliveredValues:
-    """Values of workers in a gathering.
-
-    Attributes:
-        values: by worker.
-        end: None until all values have been delivered.
-    """
-
-    values: dict[int, str] = field(default_factory=dict)
-    end: EndGathering | None = None
 
 
 class CoordinatorClient:
@@ -131,7 +118,7 @@ class CoordinatorClient:
         consumed_samples: the last ConsumedSamples received: which samples the state has consumed.
         preempt: the last Preempt received, which names the worker about to be preempted; None before.
         is_job_complete: all workers have finished.
-        gathering: the values of other workers that have been delivered since it was last replaced.
+        delivered: the values of other workers; to be used under `lock`.
         on_action: called, in the I/O thread, with every action that `protocol` has applied.
         on_validation_action: called, in the I/O thread, with every action about validations.
         find_due_work: called, under `lock`, by a thread in `wait_for`; returns what that thread has to do
@@ -158,7 +145,7 @@ class CoordinatorClient:
         self.consumed_samples: ConsumedSamples | None = None
         self.preempt: Preempt | None = None
         self.is_job_complete = False
-        self.gathering = DeliveredValues()
+        self.delivered = DeliveredValues(worker)
         self.on_action: Callable[[Action], None] = _do_nothing
         self.on_validation_action: Callable[
             [SendSnapshot | EvaluatePart | MergeStates | ValidationFinished], None
@@ -412,10 +399,9 @@ class CoordinatorClient:
                 if isinstance(action, ValidationFinished):
                     self.validation_results[action.epoch] = action
                 self.on_validation_action(action)
-            case DeliverValue():
-                self.gathering.values[action.source] = action.value
-            case EndGathering():
-                self.gathering.end = action
+            case DeliverValue() | EndGathering():
+                with self._changed:
+                    self.delivered.on_action(action)
             case Preempt():
                 self.preempt = action
             case EndEpoch():

@@ -53,10 +53,15 @@ class BatchSource:
         self._job, self._synchronizer, self._position = job, synchronizer, position
         self._timer, self._end_step, self._timeout_s = timer, end_step, timeout_s
         self._pairing = RoundPairing(synchronizer.agree_on_batch)
-        self._is_iterating = False
+        self._is_iterating = self._is_in_epochs = False
         self._rest: tuple[object, Generator[Any]] | None = None  # of the epoch, and whose iterators share it
         self._last_epoch: int | None = None
         self._has_left_epoch_early = False  # the loop left the epoch before early
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether batches of the epoch have been taken."""
+        return self._position.batches_in_epoch is not None
 
     @property
     def batch(self) -> int:
@@ -68,8 +73,11 @@ class BatchSource:
         position = self._position
         self._last_epoch = count - 1
         while position.epoch < count and not should_stop():
-            epoch = position.epoch
-            yield epoch
+            epoch, self._is_in_epochs = position.epoch, True
+            try:
+                yield epoch
+            finally:
+                self._is_in_epochs = False
             if position.epoch == epoch:
                 self._finish_epoch()
 
@@ -80,10 +88,11 @@ class BatchSource:
 
     def go_to_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun; see `SessionLoader.set_epoch`."""
-        if epoch < self._position.epoch:
+        first = self._position.epoch + self._position.is_used_up
+        if epoch < first:
             raise OffbeatError(
-                f"expected an epoch from {self._position.epoch} on, which the session is in, got {epoch}: "
-                "begin the loop at session.epoch"
+                f"expected an epoch from {first} on, got {epoch}, which is over: begin the loop at "
+                "session.epoch"
             )
         while self._position.epoch < epoch:
             self._finish_epoch()
@@ -91,13 +100,15 @@ class BatchSource:
     def rest_of_epoch(self, owner: object, **arguments: Any) -> Generator[Any]:
         """Return the batches that are left of the epoch; of the next one where none is left.
 
+        In a loop over `epochs`, which begins them, there is an error in place of the next one.
+
         Args:
             owner: of the iterators that share them.
             arguments: of `batches`.
         """
         if self._rest is not None and self._rest[0] is owner:
             return self._rest[1]
-        if self._position.is_used_up:
+        if self._position.is_used_up and not self._is_in_epochs:
             self._finish_epoch()
         rest = self.batches(**arguments)
         self._rest = owner, rest
@@ -288,5 +299,6 @@ class BatchSource:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position in the data at which `state` was saved."""
+        self.drop_rest()
         self._position.load_state_dict(state)
         self._pairing.begin_epoch(self._position.batches_used)

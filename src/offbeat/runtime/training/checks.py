@@ -27,7 +27,9 @@ def check_arguments(models: object, optimizers: object, strategy: Strategy | Non
     Raises:
         OffbeatError: says what was expected and what was given.
     """
-    if not isinstance(models, Sequence) or not models or not all(isinstance(m, nn.Module) for m in models):
+    if models == []:
+        raise OffbeatError("expected a model (torch.nn.Module) or a list of them, got an empty list")
+    if not isinstance(models, Sequence) or not all(isinstance(one, nn.Module) for one in models):
         raise OffbeatError(f"expected a model (torch.nn.Module) or a list of them, got {_kind_of(models)}")
     if not isinstance(optimizers, Sequence) or not all(isinstance(one, Optimizer) for one in optimizers):
         raise OffbeatError(
@@ -38,6 +40,8 @@ def check_arguments(models: object, optimizers: object, strategy: Strategy | Non
             f"expected a strategy such as offbeat.strategies.PartialAllReduce(), got {_kind_of(strategy)}; "
             "offbeat.strategies.parse_strategy makes one of its text on the command line"
         )
+    if len({id(model) for model in models}) < len(models):
+        raise OffbeatError("expected a list of different models, got one of them twice")
     if len(models) > 1 and not strategy.trains_several_models:
         raise OffbeatError(
             f"{type(strategy).__name__} trains one model, got {len(models)}: join a module whose forward "

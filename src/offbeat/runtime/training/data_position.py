@@ -122,6 +122,7 @@ class DataPosition:
         """Continue where `state` was saved; see `check_state`."""
         self.epoch, self.seed = state["epoch"], state["seed"]
         self.batches_used = state["batches_taken"]
+        self.batches_in_epoch, self.is_used_up = None, False
         self.consumed = {
             int(epoch): tuple((start, stop) for start, stop in ranges)
             for epoch, ranges in state["used"].items()

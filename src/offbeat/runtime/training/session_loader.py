@@ -51,9 +51,10 @@ class _Arguments:
 class SessionLoader:
     """This worker's batches, epoch by epoch, for programs that iterate over a DataLoader.
 
-    Each iteration yields what is left of the epoch's batches, so one that was broken off loses none: the next
-    goes on where it ended, and so does a second iterator. When the epoch's batches are used up, the next
-    iteration begins the next epoch. Where `session.epochs` or `set_epoch` begins it, what is left is dropped.
+    Each iteration yields what is left of the epoch's batches: the next one goes on where one was broken off,
+    and so does a second iterator. A batch that was taken and not used counts as skipped. When the epoch's
+    batches are used up, the next iteration begins the next epoch. Where `session.epochs` or `set_epoch`
+    begins it, what is left is dropped.
 
     Args:
         source: of the session.
@@ -106,6 +107,11 @@ class SessionLoader:
         self._source.go_to_epoch(epoch)
 
     @property
+    def sampler(self) -> SessionLoader:
+        """This object, for programs that call `loader.sampler.set_epoch`."""
+        return self
+
+    @property
     def dataset(self) -> Dataset[Any]:
         """The samples of all workers."""
         return self._arguments.dataset
@@ -128,8 +134,10 @@ class SessionLoader:
 
 
 def _arguments_of(loader: DataLoader[Any]) -> _Arguments:
-    if not isinstance(loader, DataLoader):
-        raise OffbeatError(f"session.loader needs a torch DataLoader, got a {type(loader).__name__}")
+    if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
+        raise OffbeatError(
+            f"session.loader needs a torch DataLoader with its own iterator, got a {type(loader).__name__}"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise OffbeatError(
             "session.loader shares out samples by number, got an IterableDataset: iterate over your own "
@@ -153,18 +161,24 @@ def _arguments_of(loader: DataLoader[Any]) -> _Arguments:
 
 def _samples_of(loader: DataLoader[Any]) -> tuple[Dataset[Any], bool]:
     """Return the samples of an epoch, and whether each epoch has an order of its own."""
-    sampler, dataset = loader.sampler, loader.dataset
-    match sampler:
-        case SequentialSampler():
-            return dataset, False
-        case DistributedSampler():
-            return dataset, sampler.shuffle
-        case SubsetRandomSampler():
-            return Subset(dataset, list(sampler.indices)), True
-        case RandomSampler() if not sampler.replacement and sampler.num_samples == len(dataset):  # type: ignore[arg-type]
-            return dataset, True
+    sampler: Any = loader.sampler
+    dataset = loader.dataset
+    kind, samples = type(sampler), len(dataset)  # type: ignore[arg-type]
+    # Subclasses may draw other samples, and a sampler may be one of other data.
+    if kind is SequentialSampler and len(sampler.data_source) == samples:
+        return dataset, False
+    if kind is DistributedSampler and len(sampler.dataset) == samples:
+        return dataset, sampler.shuffle
+    if kind is SubsetRandomSampler:
+        return Subset(dataset, list(sampler.indices)), True
+    if (
+        kind is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source) == samples
+    ):
+        return dataset, True
     raise OffbeatError(
         "session.loader draws each sample once in an epoch: expected shuffle=True or False, a "
-        f"SubsetRandomSampler or a DistributedSampler, got a {type(sampler).__name__}; with another sampler "
+        f"SubsetRandomSampler or a DistributedSampler, got a {kind.__name__}; with another sampler "
         "iterate over your own loader, with the same number of batches on every worker"
     )

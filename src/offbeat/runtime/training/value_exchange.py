@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
@@ -17,12 +19,12 @@ from torch import Tensor
 from offbeat.errors import OffbeatError, WorkerError
 from offbeat.events import ValueGiven
 from offbeat.policies.membership.value_gathering import VALUE_CHARACTERS_MAX
-from offbeat.runtime.control.client import DeliveredValues
 from offbeat.runtime.training.job_connection import JobConnection
 
 Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 Number: TypeAlias = float | Tensor
 REDUCTIONS: Final = ("mean", "sum", "min", "max")
+_BYTES_MAX: Final = VALUE_CHARACTERS_MAX * 4 // 5  # of which base 85 makes as many characters
 _MARGIN_S: Final = 10.0  # the coordinator, which names the workers that are missing, is to be first
 
 
@@ -52,11 +54,9 @@ class ValueExchange:
         """Return the values of all workers, by worker; with `only_first` that of the smallest id alone.
 
         Raises:
-            OffbeatError: the value is too large, or holds something else.
+            OffbeatError: the value is too large, or holds something else than values do.
             WorkerError: as in `wait_for_all`.
         """
-        if self._job.coordinator is None:
-            return {self._job.worker: value}
         texts = self._exchange(call, _encode(call, value), only_first=only_first)
         return {worker: _decode(text) for worker, text in sorted(texts.items())}
 
@@ -71,71 +71,98 @@ class ValueExchange:
             OffbeatError: not numbers, too large, or of other names or shapes on another worker.
             WorkerError: as in `wait_for_all`.
         """
-        named = value if isinstance(value, Mapping) else {"": value}
-        own = {name: _on_cpu(one) for name, one in named.items()}
+        named = value if isinstance(value, Mapping) else {"the value": value}
+        own = {name: _as_number(name, one) for name, one in named.items()}
         gathered = self.gather(f"session.reduce(op={op!r})", own)
         _check_alike(gathered)
         result: dict[str, Number] = {}
         for name, one in named.items():
-            reduced = _reduced([other[name] for other in gathered.values()], op)
-            result[name] = reduced.to(one.device) if isinstance(one, Tensor) else reduced.item()
-        return result if isinstance(value, Mapping) else result[""]
+            values = [other[name] for other in gathered.values()]
+            if isinstance(one, Tensor):
+                result[name] = _reduce_tensors(values, op).to(one.device)
+            else:
+                result[name] = _reduce_numbers(values, op)
+        return result if isinstance(value, Mapping) else result["the value"]
 
     def _exchange(self, call: str, text: str, *, only_first: bool = False) -> dict[int, str]:
-        client = self._job.coordinator
+        client, worker = self._job.coordinator, self._job.worker
         if client is None:
-            return {}
+            return {worker: text}
+        delivered = client.delivered
         with client.lock:
-            client.gathering = gathering = DeliveredValues()
+            number = delivered.begin()
         self._job.send_event(
-            ValueGiven(now_s=0.0, worker=self._job.worker, call=call, delivers_first=only_first, value=text)
+            ValueGiven(
+                now_s=0.0, worker=worker, number=number, call=call, delivers_first=only_first, value=text
+            )
         )
         client.wait_for(
-            lambda: gathering.end is not None,
+            lambda: delivered.end is not None,
             self._timeout_s + _MARGIN_S,
             f"all workers to call {call}",
         )
-        assert gathering.end is not None
-        if gathering.end.error:
-            raise WorkerError(gathering.end.error)
-        return gathering.values
+        with client.lock:
+            end, values = delivered.end, delivered.values
+        assert end is not None
+        if end.error:
+            raise WorkerError(end.error)
+        return values
 
 
 def _encode(call: str, value: Any) -> str:
     file = io.BytesIO()
     try:
-        torch.save(value, file)
-        text = base64.b85encode(file.getvalue()).decode()
-        _decode(text)
+        torch.save(_without_storage(value), file)
+        data = file.getvalue()
+        if len(data) <= _BYTES_MAX:
+            _load(data)
     except Exception as error:  # whatever a class raises that does not let itself be saved
         raise OffbeatError(
             f"{call} needs numbers, texts, tensors, or lists, tuples, sets and dicts of them, got a "
             f"{type(value).__name__} that is, or holds, something else"
         ) from error
-    if len(text) > VALUE_CHARACTERS_MAX:
+    if len(data) > _BYTES_MAX:
         raise OffbeatError(
-            f"{call} is for small values, of at most {VALUE_CHARACTERS_MAX * 4 // 5:,} bytes when saved, "
-            f"got {len(text) * 4 // 5:,}: write it to a file that all hosts see, and give its path"
+            f"{call} is for small values, of at most {_BYTES_MAX:,} bytes when saved, got {len(data):,}: "
+            "write it to a file that all hosts see, and give its path"
         )
-    return text
+    return base64.b85encode(data).decode()
+
+
+def _without_storage(value: Any) -> Any:
+    """Return a copy in which tensors hold their own elements only, on the CPU and without a gradient."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if type(value) is dict:
+        return {name: _without_storage(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_storage, value))
+    return value
 
 
 def _decode(text: str) -> Any:
-    return torch.load(io.BytesIO(base64.b85decode(text)), map_location="cpu", weights_only=True)
+    return _load(base64.b85decode(text))
 
 
-def _on_cpu(value: Any) -> Number:
-    """Return a number that can be sent.
+def _load(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _as_number(name: str, value: Any) -> Number:
+    """Return a number, or a tensor, that can be sent and reduced.
 
     Raises:
-        OffbeatError: it is neither a number nor a tensor.
+        OffbeatError: it is neither.
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, int | float):
+    if isinstance(value, Tensor) and not value.is_complex():
         return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     raise OffbeatError(
-        f"session.reduce needs numbers, tensors, or a dict of them, got a {type(value).__name__}"
+        "session.reduce needs real numbers, tensors of them, or a dict of such, got a "
+        f"{type(value).__name__} for {name}"
     )
 
 
@@ -145,27 +172,38 @@ def _check_alike(gathered: Mapping[int, Mapping[str, Number]]) -> None:
     Raises:
         OffbeatError: names two workers whose values differ.
     """
-    kinds = {worker: {name: _kind(one) for name, one in named.items()} for worker, named in gathered.items()}
+    kinds = {
+        worker: ", ".join(f"{name}: {_kind(one)}" for name, one in sorted(named.items()))
+        for worker, named in gathered.items()
+    }
     (first, expected), *others = kinds.items()
     for worker, kind in others:
         if kind != expected:
             raise OffbeatError(
-                f"session.reduce needs values of the same names and shapes on all workers, got {expected} "
-                f"from worker {first} and {kind} from worker {worker}"
+                "session.reduce needs values of the same names and shapes on all workers, got "
+                f"({expected}) from worker {first} and ({kind}) from worker {worker}"
             )
 
 
 def _kind(value: Number) -> str:
-    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else "number"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else "a number"
 
 
-def _reduced(values: Sequence[Number], op: Reduction) -> Tensor:
-    is_number = not isinstance(values[0], Tensor)
-    exact = torch.float64 if is_number and any(isinstance(value, float) for value in values) else None
-    stacked = torch.stack([torch.as_tensor(value, dtype=exact) for value in values])
+def _reduce_numbers(values: Sequence[float], op: Reduction) -> float:
     if op == "mean":
-        floating = torch.float64 if is_number else torch.get_default_dtype()
-        return stacked.mean(0, dtype=torch.promote_types(stacked.dtype, floating))
+        return math.fsum(values) / len(values)
     if op == "sum":
-        return stacked.sum(0)
-    return stacked.amin(0) if op == "min" else stacked.amax(0)
+        return sum(values)
+    return min(values) if op == "min" else max(values)
+
+
+def _reduce_tensors(values: Sequence[Tensor], op: Reduction) -> Tensor:
+    stacked = torch.stack(list(values))
+    if op == "min":
+        return stacked.amin(0)
+    if op == "max":
+        return stacked.amax(0)
+    if not stacked.is_floating_point():
+        return stacked.sum(0) if op == "sum" else stacked.mean(0, dtype=torch.get_default_dtype())
+    exact = stacked.double()
+    return (exact.sum(0) if op == "sum" else exact.mean(0)).to(stacked.dtype)
