@@ -570,8 +570,12 @@ class Session:
         finished, is not awaited. A newcomer takes part from its first batch or step on, and skips the calls
         before the loop (`is_newcomer`). They wait as long as the strategy's `timeout_s`.
 
+        Where workers average gradients and samples are assigned on demand, epochs of `epochs` but the last do
+        not end for all workers at the same time, and a call between two of them is refused.
+
         Raises:
-            OffbeatError: this worker has left the job, or is a newcomer that has not trained yet.
+            OffbeatError: this worker has left the job, or is a newcomer that has not trained yet; or the call
+                is one between two epochs that is refused.
             WorkerError: the job failed; a worker called something else, or did not call this in time; or a
                 signal handler or a hook calls it within a step.
         """
@@ -633,6 +637,13 @@ class Session:
                 f"{call} was called by worker {self.worker}, which has joined a running job, before its "
                 "first batch: the other workers have made the calls before the loop already; skip them where "
                 "session.is_newcomer is true"
+            )
+        has_rounds = self._synchronizer.step is not None
+        if has_rounds and self._synchronizer.assigns_samples and self._source.is_between_epochs:
+            raise OffbeatError(
+                f"{call} was called between two epochs of session.epochs, of which the first may not be over "
+                "for the workers that it would wait for, while they need this worker's next batch: use "
+                'shards="equal", or session.loader, whose epochs end for all workers together'
             )
         self._hooks.end_step()
 

@@ -11,7 +11,6 @@ from offbeat.events import (
     EndGathering,
     Failed,
     Finished,
-    Joined,
     Left,
     Lost,
     RejectPeer,
@@ -20,20 +19,7 @@ from offbeat.events import (
 )
 from offbeat.policies import dispatch_event
 from offbeat.policies.membership.value_gathering import VALUE_CHARACTERS_MAX, ValueGathering
-
-
-def joined(worker):
-    return Joined(
-        now_s=0.0,
-        worker=worker,
-        world=3,
-        peer=f"worker-{worker}",
-        location="here",
-        addresses=(),
-        model_signature=(),
-        strategy="bsp",
-        host="host",
-    )
+from support.joined_events import joined
 
 
 def given(worker, value="v", call="gather", now_s=0.0, delivers_first=False, number=0):

@@ -105,7 +105,9 @@ def test_a_strategy_that_trains_one_model_refuses_several(strategy):
         offbeat.join(networks.models, networks.optimizers, strategy)
 
 
-@pytest.mark.parametrize(("models", "got"), [([], "an empty list"), ([1], "a list of int"), ("ab", "'ab'")])
+@pytest.mark.parametrize(
+    ("models", "got"), [([], "an empty list"), ((), "an empty list"), ([1], "a list of int"), ("ab", "'ab'")]
+)
 def test_what_is_no_model_is_refused(models, got):
     with pytest.raises(OffbeatError, match=f"expected a model .* or a list of them, got {got}"):
         offbeat.join(models, Networks().optimizers, AllReduce())

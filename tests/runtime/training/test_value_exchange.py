@@ -23,12 +23,13 @@ def model_and_optimizer():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def train_an_epoch(session, model, optimizer):
+def train_an_epoch(session, model, optimizer, after_step=lambda: None):
     data = TensorDataset(torch.randn(48, 4), torch.randn(48, 2))
     for x, y in session.batches(data, 4):
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
+        after_step()
 
 
 def exchange_in_each_epoch(rank, emit, strategy):
@@ -51,7 +52,7 @@ def exchange_in_each_epoch(rank, emit, strategy):
 
 @pytest.mark.parametrize(
     "strategy",
-    [AllReduce(), PartialAllReduce(), Hybrid(), LocalSGD(every=4), SSP(s=2)],
+    [AllReduce(), PartialAllReduce(shards="equal"), Hybrid(), LocalSGD(every=4), SSP(s=2)],
     ids=lambda one: type(one).__name__,
 )
 def test_all_workers_get_the_same_values_in_each_epoch(strategy):
@@ -184,11 +185,14 @@ def go_on_with_a_newcomer(rank, emit):
             refused = str(error.value)
         else:
             assert session.broadcast_object("folder") == "folder"
-        for _ in session.epochs(10):
-            train_an_epoch(session, model, optimizer)
-            if not session.is_newcomer and session.epoch == 0:
+
+        def wait_for_the_newcomer():
+            if not session.is_newcomer and session.step == 3:  # all members of the group are there
                 emit("waiting")
                 pass_gate()
+
+        for _ in session.epochs(10):
+            train_an_epoch(session, model, optimizer, wait_for_the_newcomer)
         found = session.gather_objects(session.worker)
     return refused, found
 
@@ -208,3 +212,28 @@ def test_a_newcomer_skips_the_calls_before_the_loop_and_takes_part_in_the_others
     assert newcomer[0].startswith("session.broadcast_object() was called by worker 2, which has joined a")
     assert first == second == ("", {0: 0, 1: 1, 2: 2})
     assert newcomer[1] == {0: 0, 1: 1, 2: 2}
+
+
+def call_between_epochs(rank, emit):
+    model, optimizer = model_and_optimizer()
+    refused = []
+    with offbeat.join(model, optimizer, STEADY) as session:
+        for _ in session.epochs(2):
+            if session.epoch:
+                with pytest.raises(OffbeatError) as error:
+                    session.barrier()
+                refused.append(str(error.value))
+            train_an_epoch(session, model, optimizer)
+            if not session.epoch:
+                with pytest.raises(OffbeatError) as error:
+                    session.gather_objects(rank)
+                refused.append(str(error.value))
+        found = session.gather_objects(rank)
+    return refused, found
+
+
+def test_a_call_between_epochs_that_do_not_end_for_all_together_is_refused():
+    for (after, before), found in values(run(call_between_epochs, 2)):
+        assert after.startswith("session.gather_objects() was called between two epochs of session.epochs")
+        assert before.startswith("session.barrier() was called between two epochs of session.epochs")
+        assert found == {0: 0, 1: 1}

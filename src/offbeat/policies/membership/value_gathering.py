@@ -34,8 +34,7 @@ class _Gathering:
         number: how many gatherings began before this one.
         call: what the workers called.
         awaited: workers whose values are missing.
-        values: by worker.
-        numbers: of these values, by worker.
+        given: by worker, the number of its value (see `ValueGiven`) and the value.
     """
 
     number: int
@@ -43,17 +42,15 @@ class _Gathering:
     delivers_first: bool
     since_s: float
     awaited: set[int]
-    values: dict[int, str] = field(default_factory=dict)
-    numbers: dict[int, int] = field(default_factory=dict)
+    given: dict[int, tuple[int, str]] = field(default_factory=dict)
 
-    def take(self, worker: int, number: int, value: str) -> None:
-        self.awaited.discard(worker)
-        self.values[worker], self.numbers[worker] = value, number
+    def take(self, event: ValueGiven) -> None:
+        self.awaited.discard(event.worker)
+        self.given[event.worker] = event.number, event.value
 
     def drop(self, worker: int) -> None:
         self.awaited.discard(worker)
-        self.values.pop(worker, None)
-        self.numbers.pop(worker, None)
+        self.given.pop(worker, None)
 
 
 class ValueGathering:
@@ -103,7 +100,7 @@ class ValueGathering:
                 f"expected a value of at most {VALUE_CHARACTERS_MAX} characters, got {len(event.value)} from "
                 f"worker {worker}"
             )
-        mine = (one for one in self._open if worker in one.awaited or worker in one.values)
+        mine = (one for one in self._open if worker in one.awaited or worker in one.given)
         gathering = next(mine, None)
         if gathering is None:
             gathering = _Gathering(
@@ -115,11 +112,11 @@ class ValueGathering:
             )
             self._begun += 1
             self._open.append(gathering)
-        others = [one for one in gathering.values if one != worker]
+        others = [one for one in gathering.given if one != worker]
         if gathering.call != event.call and others:
             return self._end_unlike(gathering, event, others[0])
         gathering.call, gathering.delivers_first = event.call, event.delivers_first
-        gathering.take(worker, event.number, event.value)
+        gathering.take(event)
         return self._end_if_complete(gathering, f"worker {worker} gave the last value")
 
     def _end_unlike(self, gathering: _Gathering, event: ValueGiven, other: int) -> list[Action]:
@@ -127,7 +124,7 @@ class ValueGathering:
             f"worker {event.worker} called {event.call} where worker {other} called {gathering.call}: all "
             "workers have to make the same calls in the same order"
         )
-        gathering.take(event.worker, event.number, event.value)
+        gathering.take(event)
         return self._end_with_error(gathering, error)
 
     def _remove(self, worker: int, how: str) -> list[Action]:
@@ -135,7 +132,7 @@ class ValueGathering:
         actions: list[Action] = []
         for gathering in [*self._open]:
             gathering.drop(worker)
-            if gathering.values:
+            if gathering.given:
                 actions += self._end_if_complete(gathering, f"worker {worker} is not awaited: {how}")
             else:
                 self._open.remove(gathering)
@@ -147,7 +144,7 @@ class ValueGathering:
             if now_s - gathering.since_s > self._timeout_s:
                 error = (
                     f"workers {sorted(gathering.awaited)} did not call {gathering.call} within "
-                    f"{self._timeout_s:g} s, and workers {sorted(gathering.values)} did"
+                    f"{self._timeout_s:g} s, and workers {sorted(gathering.given)} did"
                 )
                 actions += self._end_with_error(gathering, error)
         return actions
@@ -155,14 +152,12 @@ class ValueGathering:
     def _end_if_complete(self, gathering: _Gathering, reason: str) -> list[Action]:
         if gathering.awaited:
             return []
-        members = tuple(sorted(gathering.values))
+        members = tuple(sorted(gathering.given))
         sources = members[:1] if gathering.delivers_first else members
         values = [
-            DeliverValue(
-                members=members, gathering=gathering.number, source=source, value=gathering.values[source]
-            )
+            DeliverValue(members=members, gathering=gathering.number, source=source, value=value)
             for source in sources
-            if gathering.values[source]
+            if (value := gathering.given[source][1])
         ]
         return [*values, self._end(gathering, "", reason)]
 
@@ -171,10 +166,10 @@ class ValueGathering:
 
     def _end(self, gathering: _Gathering, error: str, reason: str) -> EndGathering:
         self._open.remove(gathering)
-        members = tuple(sorted(gathering.values))
+        members = tuple(sorted(gathering.given))
         return EndGathering(
             members=members,
-            numbers=tuple(gathering.numbers[member] for member in members),
+            numbers=tuple(gathering.given[member][0] for member in members),
             gathering=gathering.number,
             error=error,
             reason=reason,
@@ -192,8 +187,7 @@ class ValueGathering:
                     "delivers_first": one.delivers_first,
                     "since_s": one.since_s,
                     "awaited": sorted(one.awaited),
-                    "values": [[worker, value] for worker, value in one.values.items()],
-                    "numbers": [[worker, number] for worker, number in one.numbers.items()],
+                    "given": [[worker, *given] for worker, given in one.given.items()],
                 }
                 for one in self._open
             ],
@@ -209,8 +203,7 @@ class ValueGathering:
                 delivers_first=one["delivers_first"],
                 since_s=one["since_s"],
                 awaited=set(one["awaited"]),
-                values=dict(one["values"]),
-                numbers=dict(one["numbers"]),
+                given={worker: (number, value) for worker, number, value in one["given"]},
             )
             for one in state["open"]
         ]

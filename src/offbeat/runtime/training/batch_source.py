@@ -64,6 +64,19 @@ class BatchSource:
         return self._position.batches_in_epoch is not None
 
     @property
+    def is_between_epochs(self) -> bool:
+        """Whether the worker has ended an epoch and the loop has more.
+
+        Where samples are assigned on demand, others may not have ended it, and need this worker's next batch.
+        """
+        position = self._position
+        if self._last_epoch is None:  # then an epoch ends for all together
+            return False
+        if position.is_used_up:
+            return position.epoch < self._last_epoch
+        return not self.has_begun and 0 < position.epoch <= self._last_epoch
+
+    @property
     def batch(self) -> int:
         """The batch of the epoch that training has reached, from 1."""
         return self._pairing.batch

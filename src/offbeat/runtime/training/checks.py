@@ -27,7 +27,7 @@ def check_arguments(models: object, optimizers: object, strategy: Strategy | Non
     Raises:
         OffbeatError: says what was expected and what was given.
     """
-    if models == []:
+    if isinstance(models, Sequence) and not models:
         raise OffbeatError("expected a model (torch.nn.Module) or a list of them, got an empty list")
     if not isinstance(models, Sequence) or not all(isinstance(one, nn.Module) for one in models):
         raise OffbeatError(f"expected a model (torch.nn.Module) or a list of them, got {_kind_of(models)}")
