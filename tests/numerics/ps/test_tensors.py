@@ -170,6 +170,7 @@ def test_a_tensor_without_numbers_has_no_keys_and_need_not_be_present():
 
 
 def test_a_model_and_its_gradients_have_the_same_table():
+    torch.manual_seed(0)  # a weight near zero would have a large relative error
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     parameters = dict(model.named_parameters())
     offsets = TensorTable.from_tensors(model.named_parameters())
