@@ -137,6 +137,11 @@ def steps_with_old_means(rank, emit, folder):
     own_steps = itertools.count()
     with offbeat.join(model, optimizer, QUORUM) as session:
 
+        def has_ended(worker):
+            """Whether a worker's last step has ended, or it skipped the round and waits in the next one."""
+            skipped_to = int(last.read_text()) + 1
+            return (folder / f"ended-{worker}").exists() or skipped_to in rounds_of(log, worker)
+
         def is_over():
             if rank == 2:
                 return next(own_steps) == 4
@@ -155,6 +160,9 @@ def steps_with_old_means(rank, emit, folder):
         else:
             wait_until(lambda: int(last.read_text()) in rounds_of(log, 2), "that worker 2 has come back")
         optimizer.step()
+        write(folder / f"ended-{rank}", "")
+        for worker in range(WORLD):
+            wait_until(lambda: has_ended(worker), f"the end of worker {worker}'s last step")  # noqa: B023
         session.refresh()
         return {*model.weight.flatten().tolist()}, int(last.read_text())
 
@@ -173,7 +181,9 @@ def rounds_skipped(log, worker):
 def test_a_step_without_a_backward_pass_applies_no_mean_that_a_worker_has_missed(tmp_path):
     """The others hold the means of the last round then, and the late worker those of an earlier one."""
     log = tmp_path / "log.jsonl"
-    for weights, rounds in values(run(steps_with_old_means, WORLD, tmp_path, env={"OFFBEAT_RUN_LOG": str(log)})):
+    for weights, rounds in values(
+        run(steps_with_old_means, WORLD, tmp_path, env={"OFFBEAT_RUN_LOG": str(log)})
+    ):
         assert weights == {-rounds}
         assert rounds - 1 in rounds_skipped(log, 2)
 
