@@ -515,7 +515,7 @@ class Session:
             dataset, batch_size, shuffle=shuffle, drop_last=drop_last, loader_options=loader_options
         )
 
-    def loader(self, loader: DataLoader[Any]) -> SessionLoader:
+    def loader(self, loader: DataLoader[Any], *, takes_ahead: bool = False) -> SessionLoader:
         """Return a loader of this worker's batches, for a program that iterates over a DataLoader.
 
         Samples are shared out as by `batches`; the program needs neither `epochs` nor a DistributedSampler:
@@ -530,11 +530,14 @@ class Session:
         Args:
             loader: a DataLoader with a map-style data set and a batch size, the same on every worker; with
                 shuffle=True or False, or a SubsetRandomSampler or DistributedSampler of that set.
+            takes_ahead: the program takes batches before it has used the ones before them, as frameworks do;
+                it calls `begin_batch` of the loader for each, before its forward pass, and uses each. Not
+                where samples are assigned on demand.
 
         Raises:
             OffbeatError: the samples cannot be shared out; says which kind of DataLoader can be used.
         """
-        return SessionLoader(self._source, loader, self.world)
+        return SessionLoader(self._source, loader, self.world, takes_ahead=takes_ahead)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this context backward passes only accumulate; the next one outside exchanges the sum.
@@ -645,7 +648,7 @@ class Session:
                 "for the workers that it would wait for, while they need this worker's next batch: use "
                 'shards="equal", or session.loader, whose epochs end for all workers together'
             )
-        self._hooks.end_step()
+        self._end_step()
 
     def validate(self, evaluate: Evaluate, dataset: ValidationData, **options: Any) -> Validation:
         """Validate the epoch that ends now while the next one trains; all workers call it.
@@ -683,7 +686,7 @@ class Session:
                 "every epoch, got others: make them before the loop"
             )
         self.raise_if_failed()
-        self._hooks.end_step()
+        self._end_step()
         if self._has_model_to_validate():
             self._synchronizer.complete_state()
         return self.validator.validate(self.epoch)
@@ -765,6 +768,11 @@ class Session:
 
     # The step --------------------------------------------------------------------------------------------
 
+    def _end_step(self) -> None:
+        """End the step that is under way, and the epoch if its batches were taken ahead and are used."""
+        self._hooks.end_step()
+        self._source.end_epoch_if_over()
+
     def _on_step_end(self) -> None:
         step = self.step
         if (signal := self._signals.take()) is not None:  # not from its handler, which must not send
@@ -804,7 +812,7 @@ class Session:
         self._refresh()
 
     def _refresh(self) -> None:
-        self._hooks.end_step()
+        self._end_step()
         if not self._synchronizer.has_current_state:
             raise outdated_state_error(self.worker)
         self._synchronizer.complete_state()
@@ -868,7 +876,7 @@ class Session:
             WorkerError: the job failed, or a signal handler or a hook calls it within a step.
         """
         check_between_steps("session.local_state_dict()", self.worker, self.step)
-        self._hooks.end_step()
+        self._end_step()
         local = self._synchronizer.local_state_dict()
         return {"version": _STATE_VERSION, "step": self.step, "synchronizer": local}
 

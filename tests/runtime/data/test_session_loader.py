@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.strategies import AllReduce
+from offbeat.strategies import AllReduce, Hybrid
 from support.processes import run, values
 from support.sample_counting import BATCH, CALM, SAMPLES, Counter, once_each, take
 
@@ -266,3 +266,117 @@ def test_where_samples_are_assigned_each_is_used_once_in_an_epoch(last_epoch_bat
     assert {*first} <= {3.0, 4.0}
     assert bool(4.0 in first) == bool(last_epoch_batches)
     assert first.count(4.0) <= 3 * BATCH * last_epoch_batches
+
+
+# Batches that are taken ahead ------------------------------------------------------------------------------
+
+
+def ahead(dataset=NUMBERS):
+    """A session of one worker, and its loader for a program that takes batches ahead."""
+    session, _ = alone()
+    loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
+    return session, session.loader(loader, takes_ahead=True)
+
+
+def use_begun(session, loader, batch):
+    """One step with a batch that was taken."""
+    loader.begin_batch()
+    (optimizer,) = session._trained.optimizers
+    use(session._trained.model, optimizer, *batch)
+
+
+def one_ahead(loader):
+    """Pairs of a batch and the one that follows it; None after the last."""
+    running = iter(loader)
+    current = next(running, None)
+    while current is not None:
+        following = next(running, None)
+        yield current, following
+        current = following
+
+
+def take_ahead(rank, emit, strategy, strides):
+    """How often each sample was used, by a program that takes several batches, and then uses them."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, strategy) as session:
+        loader = session.loader(DataLoader(NUMBERS, BATCH, shuffle=True), takes_ahead=True)
+        for _ in range(2):
+            running = iter(loader)
+            while taken := [*islice(running, strides[rank])]:
+                for (batch,) in taken:
+                    loader.begin_batch()
+                    use(model, optimizer, batch)
+            session.barrier()
+            assert session.state_dict()["epoch"] == session.epoch + 1
+    return (-model.uses_N).detach().tolist()
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), Hybrid()])
+def test_a_batch_that_is_taken_ahead_has_its_own_weight(strategy):
+    """The last ones are smaller, so that another batch's weight would count their samples twice or more."""
+    for uses in values(run(take_ahead, 2, strategy, (1, 5))):
+        assert uses == [2.0] * SAMPLES
+
+
+def test_a_state_holds_the_batches_that_were_used_not_those_that_were_taken():
+    session, loader = ahead()
+    with session:
+        for steps, (batch, _) in enumerate(one_ahead(loader), 1):
+            use_begun(session, loader, batch)
+            if steps == 3:
+                state = session.state_dict()
+                break
+    assert state["batches_taken"] == 3
+    session, loader = ahead()
+    with session:
+        session.load_state_dict(state)
+        rest = numbers_of(loader)
+    assert len(rest) == SAMPLES - 3 * BATCH
+
+
+def test_batches_that_were_taken_and_not_used_come_again():
+    session, loader = ahead()
+    with session:
+        running = iter(loader)
+        first, second, third = (next(running) for _ in range(3))
+        use_begun(session, loader, first)
+        assert [batch.tolist() for (batch,) in islice(loader, 2)] == [second[0].tolist(), third[0].tolist()]
+        for batch in (following := [*loader]):
+            use_begun(session, loader, batch)
+        assert sorted(numbers_of([first, *following])) == EVERY
+        assert len(numbers_of(loader)) == SAMPLES
+        assert session.epoch == 1
+        loader.set_epoch(3)
+        assert session.epoch == 3
+
+
+def test_a_program_that_does_not_use_each_batch_in_turn_is_told_what_to_do():
+    session, loader = ahead()
+    with session:
+        with pytest.raises(OffbeatError, match="and a batch taken from it"):
+            loader.begin_batch()
+        running = iter(loader)
+        next(running)
+        loader.begin_batch()
+        with pytest.raises(OffbeatError, match=r"a batch had no backward pass: .*; use its loss times 0"):
+            loader.begin_batch()
+        (optimizer,) = session._trained.optimizers
+        use(session._trained.model, optimizer, torch.arange(2))
+        with pytest.raises(OffbeatError, match="before a batch was taken: call it once for each batch"):
+            loader.begin_batch()
+        with pytest.raises(OffbeatError, match="is being iterated already"):
+            next(iter(session.loader(DataLoader(NUMBERS, BATCH), takes_ahead=True)))
+
+
+def take_where_assigned(rank, emit):
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, CALM) as session:
+        next(iter(session.loader(DataLoader(NUMBERS, BATCH), takes_ahead=True)))
+
+
+def test_taking_ahead_where_samples_are_assigned_on_demand_is_refused():
+    assert any(
+        'give the strategy shards="equal"' in (ended.error or "") for ended in run(take_where_assigned, 2)
+    )

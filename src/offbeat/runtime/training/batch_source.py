@@ -15,6 +15,7 @@ from offbeat.events import CheckpointQuery
 from offbeat.runtime.data.assigned_batches import AssignedBatches
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order, load_batches
 from offbeat.runtime.data.pairing import RoundPairing
+from offbeat.runtime.data.taken_ahead import TakenAhead
 from offbeat.runtime.training.data_position import DataPosition, Ranges, outdated_state_error
 from offbeat.runtime.training.interface import Synchronizer
 from offbeat.runtime.training.job_connection import JobConnection
@@ -54,7 +55,8 @@ class BatchSource:
         self._timer, self._end_step, self._timeout_s = timer, end_step, timeout_s
         self._pairing = RoundPairing(synchronizer.agree_on_batch)
         self._is_iterating = self._is_in_epochs = False
-        self._rest: tuple[object, Generator[Any]] | None = None  # of the epoch, and whose iterators share it
+        # What is left of the epoch, and whose iterators share it.
+        self._rest: tuple[object, Generator[Any] | TakenAhead] | None = None
         self._last_epoch: int | None = None
         self._has_left_epoch_early = False  # the loop left the epoch before early
 
@@ -101,6 +103,7 @@ class BatchSource:
 
     def go_to_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun; see `SessionLoader.set_epoch`."""
+        self.end_epoch_if_over()
         first = self._position.epoch + self._position.is_used_up
         if epoch < first:
             raise OffbeatError(
@@ -120,12 +123,49 @@ class BatchSource:
             arguments: of `batches`.
         """
         if self._rest is not None and self._rest[0] is owner:
+            assert isinstance(self._rest[1], Generator)
             return self._rest[1]
-        if self._position.is_used_up and not self._is_in_epochs:
-            self._finish_epoch()
+        self._begin_next_if_used_up()
         rest = self.batches(**arguments)
         self._rest = owner, rest
         return rest
+
+    def rest_taken_ahead(self, owner: object, **arguments: Any) -> TakenAhead:
+        """Return what `rest_of_epoch` does, for a program that takes batches ahead.
+
+        Raises:
+            OffbeatError: samples are assigned on demand.
+        """
+        if self._synchronizer.assigns_samples:
+            raise OffbeatError(
+                "this program takes batches before it uses the ones before them, which is not possible where "
+                'samples are assigned on demand: give the strategy shards="equal"'
+            )
+        self.end_epoch_if_over()
+        if self._rest is not None and self._rest[0] is owner:
+            assert isinstance(self._rest[1], TakenAhead)
+            self._rest[1].restart()
+            return self._rest[1]
+        if self._rest is not None:
+            raise _iterated_already_error()
+        self._begin_next_if_used_up()
+        source = self._begin_epoch(**arguments)
+        rest = TakenAhead(
+            source,
+            lambda line: self._iterate(line, arguments["batch_size"]),
+            lambda: self._pairing.is_batch_used,
+        )
+        self._rest = owner, rest
+        return rest
+
+    def _begin_next_if_used_up(self) -> None:
+        if self._position.is_used_up and not self._is_in_epochs:
+            self._finish_epoch()
+
+    def end_epoch_if_over(self) -> None:
+        """End the epoch if its batches were taken ahead, and the last of them is used."""
+        if self._rest is not None and isinstance(self._rest[1], TakenAhead) and self._rest[1].end_if_over():
+            self._rest = None
 
     def forget_rest(self, rest: Iterator[Any]) -> None:
         """Forget a `rest_of_epoch` that has ended."""
@@ -133,7 +173,8 @@ class BatchSource:
             self._rest = None
 
     def drop_rest(self) -> None:
-        """Drop what is left of the `rest_of_epoch`, if its iterators have begun it."""
+        """Drop what is left of the epoch, if iterators share it and have begun it."""
+        self.end_epoch_if_over()
         if self._rest is not None:
             rest, self._rest = self._rest[1], None
             rest.close()
@@ -148,6 +189,21 @@ class BatchSource:
         loader_options: dict[str, Any],
     ) -> Generator[Any]:
         """See `Session.batches`."""
+        source = self._begin_epoch(
+            dataset, batch_size, shuffle=shuffle, drop_last=drop_last, loader_options=loader_options
+        )
+        yield from self._iterate(source, batch_size)
+
+    def _begin_epoch(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        drop_last: bool,
+        loader_options: dict[str, Any],
+    ) -> Iterator[tuple[Any, int]]:
+        """Return the batches that are left of the epoch, with their sizes."""
         position = self._position
         if not hasattr(dataset, "__len__"):
             raise OffbeatError(
@@ -155,7 +211,7 @@ class BatchSource:
                 "with the same number of batches on every worker"
             )
         if self._is_iterating:
-            raise OffbeatError("session.batches is being iterated already: finish that one first")
+            raise _iterated_already_error()
         if position.is_used_up:
             raise OffbeatError(
                 f"the samples of epoch {position.epoch} are used up: begin the next epoch with session.epochs"
@@ -170,11 +226,13 @@ class BatchSource:
             drop_last=drop_last,
         )
         position.begin_batches(self._job.worker, shards.steps, shards.samples, batch_size, drop_last)
-        source = (
-            self._assigned_batches(dataset, shards, loader_options)
-            if self._synchronizer.assigns_samples
-            else self._equal_batches(dataset, shards, loader_options)
-        )
+        if self._synchronizer.assigns_samples:
+            return self._assigned_batches(dataset, shards, loader_options)
+        return self._equal_batches(dataset, shards, loader_options)
+
+    def _iterate(self, source: Iterator[tuple[Any, int]], batch_size: int) -> Generator[Any]:
+        """Yield the batches of the epoch, each with its weight; a batch's own time ends with the next one."""
+        position = self._position
         self._is_iterating = True
         try:
             self._begin_batch()
@@ -315,3 +373,7 @@ class BatchSource:
         self.drop_rest()
         self._position.load_state_dict(state)
         self._pairing.begin_epoch(self._position.batches_used)
+
+
+def _iterated_already_error() -> OffbeatError:
+    return OffbeatError("session.batches is being iterated already: finish that one first")

@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.data.equal_shards import EqualShards
+from offbeat.runtime.data.taken_ahead import TakenAhead
 from offbeat.runtime.training.batch_source import BatchSource
 
 _DEFAULTS: Final[dict[str, Any]] = {
@@ -60,16 +61,24 @@ class SessionLoader:
         source: of the session.
         loader: says which samples, and how they are loaded.
         world: number of workers with which the job has started.
+        takes_ahead: the program takes batches before it has used the ones before them, and calls
+            `begin_batch` for each, in the same order, before its forward pass.
 
     Raises:
         OffbeatError: the samples cannot be shared out; says which kind of DataLoader can be used.
     """
 
-    def __init__(self, source: BatchSource, loader: DataLoader[Any], world: int) -> None:
-        self._source, self._world = source, world
+    def __init__(
+        self, source: BatchSource, loader: DataLoader[Any], world: int, *, takes_ahead: bool = False
+    ) -> None:
+        self._source, self._world, self._takes_ahead = source, world, takes_ahead
         self._arguments = _arguments_of(loader)
+        self._taken: TakenAhead | None = None
 
     def __iter__(self) -> Iterator[Any]:
+        if self._takes_ahead:
+            yield from self._take_ahead()
+            return
         batches = self._source.rest_of_epoch(self, **vars(self._arguments))
         while True:
             batch = _END
@@ -81,6 +90,21 @@ class SessionLoader:
             if batch is _END:
                 return
             yield batch
+
+    def _take_ahead(self) -> Iterator[Any]:
+        taken = self._taken = self._source.rest_taken_ahead(self, **vars(self._arguments))
+        while (batch := next(taken, _END)) is not _END:
+            yield batch
+
+    def begin_batch(self) -> None:
+        """Begin with the first batch that has been taken and has not begun; only with `takes_ahead`.
+
+        Raises:
+            OffbeatError: there is none, or the one before had no backward pass.
+        """
+        if self._taken is None:
+            raise OffbeatError("begin_batch needs a loader with takes_ahead=True, and a batch taken from it")
+        self._taken.begin_batch()
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, of an equal share of the samples.
