@@ -16,6 +16,7 @@ from offbeat.policies.validation.early_stopping import EarlyStopping
 if TYPE_CHECKING:
     from offbeat.runtime.ps.client import PS
     from offbeat.runtime.session import Session, join
+    from offbeat.runtime.training.start_values import barrier, broadcast_object, gather_objects
     from offbeat.runtime.validation.validator import Validator
 
 __all__ = [
@@ -28,6 +29,9 @@ __all__ = [
     "Session",
     "Validator",
     "WorkerError",
+    "barrier",
+    "broadcast_object",
+    "gather_objects",
     "join",
 ]
 
@@ -40,6 +44,10 @@ def __getattr__(name: str) -> Any:
         from offbeat.runtime import session
 
         return getattr(session, name)
+    if name in ("barrier", "broadcast_object", "gather_objects"):
+        from offbeat.runtime.training import start_values
+
+        return getattr(start_values, name)
     if name == "PS":
         from offbeat.runtime.ps.client import PS
 

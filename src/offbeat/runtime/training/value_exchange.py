@@ -57,8 +57,8 @@ class ValueExchange:
             OffbeatError: the value is too large, or holds something else than values do.
             WorkerError: as in `wait_for_all`.
         """
-        texts = self._exchange(call, _encode(call, value), only_first=only_first)
-        return {worker: _decode(text) for worker, text in sorted(texts.items())}
+        texts = self._exchange(call, encode_value(call, value), only_first=only_first)
+        return {worker: decode_value(text) for worker, text in sorted(texts.items())}
 
     def reduce(self, value: Number | Mapping[str, Number], op: Reduction) -> Number | dict[str, Number]:
         """Return the mean, sum, minimum or maximum of all workers' values, name by name.
@@ -109,7 +109,16 @@ class ValueExchange:
         return values
 
 
-def _encode(call: str, value: Any) -> str:
+def encode_value(call: str, value: Any) -> str:
+    """Return a value as a text.
+
+    Args:
+        call: what the program called, for messages.
+        value: numbers, texts, tensors, or lists, tuples, sets and dicts of them.
+
+    Raises:
+        OffbeatError: it is too large, or holds something else.
+    """
     file = io.BytesIO()
     try:
         torch.save(_without_storage(value), file)
@@ -140,7 +149,8 @@ def _without_storage(value: Any) -> Any:
     return value
 
 
-def _decode(text: str) -> Any:
+def decode_value(text: str) -> Any:
+    """Return the value of an `encode_value`; tensors are on the CPU."""
     return _load(base64.b85decode(text))
 
 
