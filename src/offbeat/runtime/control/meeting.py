@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -18,6 +19,8 @@ from offbeat.runtime.control.environment import Environment
 from offbeat.runtime.control.rendezvous import gather_values, hosts_job_store, open_job_store
 from offbeat.runtime.control.starting import new_job_id_and_token
 from offbeat.runtime.transport.addresses import own_address
+
+_HOST_STAYS_S: Final = 3.0  # after a worker was missing, so that the others see it in the store, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,7 @@ class Meeting:
     job: str
     token: str
     _store: Store = field(repr=False)
+    _hosts_store: bool = field(repr=False)
 
     def gather(self, key: str, value: str, within_s: float) -> list[str]:
         """Return what the workers have given for a key, by worker; each has to call it, once for each key.
@@ -50,7 +54,7 @@ class Meeting:
         Raises:
             WorkerError: a worker did not call it in time, or has left.
         """
-        return gather_values(self._store, self.worker, self.world, key, value, within_s)
+        return _gather(self._store, self.worker, self.world, key, value, within_s, hosts=self._hosts_store)
 
 
 @contextmanager
@@ -69,11 +73,22 @@ def meet(environment: Environment) -> Iterator[Meeting]:
     of_job = PrefixStore("meeting", open_job_store(environment, time.monotonic() + start_s))
     number = of_job.add(f"of/{rank}", 1)  # a later process of this rank does not find the texts of this one
     store = PrefixStore(str(number), of_job)
-    drawn = gather_values(store, rank, world, "arrival", json.dumps(new_job_id_and_token()), start_s)
-    job, token = json.loads(drawn[0])
-    yield Meeting(worker=rank, world=world, host=host, job=job, token=token, _store=store)
+    hosts, own = hosts_job_store(environment), json.dumps(new_job_id_and_token())
+    job, token = json.loads(_gather(store, rank, world, "arrival", own, start_s, hosts=hosts)[0])
+    yield Meeting(worker=rank, world=world, host=host, job=job, token=token, _store=store, _hosts_store=hosts)
     try:
         gather_values(store, rank, world, "end", "", start_s)
     except WorkerError:
-        if hosts_job_store(environment):  # to another worker it means that the host has seen them all
+        if hosts:  # to another worker it means that the host has seen them all
             raise
+
+
+def _gather(
+    store: Store, rank: int, world: int, key: str, value: str, within_s: float, *, hosts: bool
+) -> list[str]:
+    try:
+        return gather_values(store, rank, world, key, value, within_s)
+    except WorkerError:
+        if hosts:
+            time.sleep(_HOST_STAYS_S)
+        raise

@@ -22,9 +22,9 @@ def barrier(timeout_s: float = _TIMEOUT_S) -> None:
     """Wait until all workers of a job that starts have called this, before they call `join`.
 
     This and the two functions below are for programs that need to agree on something before there is a model;
-    with a session, use its methods. Call them on all workers, in the same order, and before `join` on each. A
-    newcomer to a running job, or a job of one worker, is alone, as worker 0: it does not wait, and gets its own
-    value only.
+    with a session, use its methods. Call them on all workers, in the same order, and before `join` on each.
+    A newcomer to a running job, or a job of one worker, is alone, as worker 0: it does not wait, and gets its
+    own value only.
 
     Args:
         timeout_s: how long to wait for the other workers, in seconds.
