@@ -9,12 +9,14 @@ from torch.optim import optimizer
 from offbeat import torch_compat
 from offbeat.torch_compat import (
     abort_process_groups,
+    active_ddp,
     backward_hooks,
     backward_pass_id,
     call_at_end_of_backward,
     copy_tensors,
     default_store,
     global_backward_hooks,
+    group_of_one,
     has_forward_hooks,
     has_global_step_hooks,
     is_observed_by_tool,
@@ -215,6 +217,18 @@ def test_tensors_are_copied_into_their_targets():
 def test_without_a_process_group_there_is_no_default_store():
     with pytest.raises(ValueError, match="process group"):
         default_store()
+
+
+def test_a_ddp_of_a_group_of_one_is_known_during_its_forward_pass():
+    seen = []
+    layer = nn.Linear(2, 1)
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(active_ddp()))
+    wrapped = nn.parallel.DistributedDataParallel(layer, process_group=group_of_one(torch.device("cpu")))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    layer(torch.ones(1, 2))
+    assert seen == [wrapped, None]
+    assert torch.equal(layer.weight.grad, torch.ones(1, 2))
+    assert not dist.is_initialized()
 
 
 def test_every_function_is_tested():

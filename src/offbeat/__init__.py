@@ -16,6 +16,7 @@ from offbeat.policies.validation.early_stopping import EarlyStopping
 if TYPE_CHECKING:
     from offbeat.runtime.ps.client import PS
     from offbeat.runtime.session import Session, join
+    from offbeat.runtime.training.ddp import ddp
     from offbeat.runtime.training.start_values import barrier, broadcast_object, gather_objects
     from offbeat.runtime.validation.validator import Validator
 
@@ -31,6 +32,7 @@ __all__ = [
     "WorkerError",
     "barrier",
     "broadcast_object",
+    "ddp",
     "gather_objects",
     "join",
 ]
@@ -48,6 +50,10 @@ def __getattr__(name: str) -> Any:
         from offbeat.runtime.training import start_values
 
         return getattr(start_values, name)
+    if name == "ddp":
+        from offbeat.runtime.training.ddp import ddp
+
+        return ddp
     if name == "PS":
         from offbeat.runtime.ps.client import PS
 

@@ -27,7 +27,7 @@ from torch.optim import optimizer as _optimizers
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -129,6 +129,24 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 def copy_tensors(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into the target of the same position, in as few kernels as possible."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward pass is under way."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def group_of_one(device: torch.device) -> ProcessGroup:
+    """Return a process group of this process alone, for tensors on a device; it needs no default group."""
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import HashStore, ProcessGroup, ProcessGroupGloo
+
+    store, kind = HashStore(), ProcessGroup.BackendType.GLOO
+    group = ProcessGroup(store, 0, 1)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, ProcessGroupGloo(store, 0, 1, timedelta(seconds=30)))
+    return group
 
 
 def default_store() -> Store:

@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -58,6 +57,7 @@ from offbeat.runtime.processes.preemption_signals import PreemptionSignals
 from offbeat.runtime.training.batch_source import BatchSource
 from offbeat.runtime.training.checks import check_all_in_optimizers, check_arguments, check_trainable
 from offbeat.runtime.training.data_position import DataPosition, check_state, outdated_state_error
+from offbeat.runtime.training.ddp import sessions_of
 from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.job_connection import JobConnection
 from offbeat.runtime.training.partial_step import optimizer_step_mode
@@ -80,7 +80,6 @@ from offbeat.runtime.validation.shared_validator import SharedValidator
 from offbeat.runtime.validation.validator import Validator
 
 _STATE_VERSION = 2
-_in_session: weakref.WeakSet[Optimizer | nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -209,7 +208,7 @@ class Session:
             *trained.optimizers,
             *_modules_with_parameters(trained.model),
         ]
-        if not _in_session.isdisjoint(self._held):
+        if any(one in sessions_of for one in self._held):
             raise OffbeatError(
                 "this optimizer, or a part of this model, is in a session already: leave that session before "
                 "joining again"
@@ -256,7 +255,7 @@ class Session:
             if isinstance(error, OffbeatError):
                 self._job.wait_for_late_workers()
             raise
-        _in_session.update(self._held)
+        sessions_of.update(dict.fromkeys(self._held, self))
 
     # Joining and leaving ---------------------------------------------------------------------------------
 
@@ -438,7 +437,8 @@ class Session:
         if self.validator is not None:
             self.validator.close()
         self._hooks.remove()
-        _in_session.difference_update(self._held)
+        for one in self._held:
+            sessions_of.pop(one, None)
         self._signals.restore()
         if self.tracer is not None:
             self.tracer.close()

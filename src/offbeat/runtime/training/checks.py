@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from offbeat.errors import OffbeatError
+from offbeat.runtime.training.ddp import SessionDDP
 from offbeat.runtime.training.hooks import do_nothing
 from offbeat.runtime.training.hyperparameters import ParameterGroup, plain_settings
 from offbeat.runtime.training.interface import Strategy
@@ -67,10 +68,11 @@ def check_trainable(trained: TrainingState) -> None:
     _check_hooks(trained.model)
     for module in trained.model.modules():
         name = type(module).__name__
-        if isinstance(module, DistributedDataParallel) or name == "FullyShardedDataParallel":
+        is_ddp = isinstance(module, DistributedDataParallel) and not isinstance(module, SessionDDP)
+        if is_ddp or name == "FullyShardedDataParallel":
             raise OffbeatError(
                 f"the model is wrapped in {name}, which exchanges gradients itself: "
-                "join the bare module instead"
+                "join the bare module, or wrap that in offbeat.ddp"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise OffbeatError(

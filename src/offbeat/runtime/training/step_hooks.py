@@ -15,12 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.training.checks import ParameterSetCheck
+from offbeat.runtime.training.ddp import check_not_in_other_ddp
 from offbeat.runtime.training.hooks import SessionForwardHook, SessionHook
 from offbeat.runtime.training.interface import Synchronizer
 from offbeat.runtime.training.partial_step import out_of_inference_mode
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.trained import SeveralModels, TrainingState
-from offbeat.torch_compat import backward_pass_id
+from offbeat.torch_compat import active_ddp, backward_pass_id
 
 
 class StepHooks:
@@ -103,6 +104,7 @@ class StepHooks:
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        check_not_in_other_ddp(active_ddp())
         if model.training and not isinstance(self._trained.model, SeveralModels):
             self.end_step()
         self._on_forward()
