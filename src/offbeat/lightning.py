@@ -1,0 +1,350 @@
+"""`OffbeatStrategy`: Lightning's Trainer on workers that synchronize by one of offbeat's strategies.
+
+    trainer = Trainer(accelerator="cpu", devices=4, strategy=OffbeatStrategy("hybrid"))
+
+Lightning shards the data, by its DistributedSampler, and runs the loop; the session averages gradients or
+models. Each worker has the same number of batches, and workers meet at the end of an epoch, where Lightning
+reduces metrics and saves checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.optim import Optimizer
+
+import offbeat
+from offbeat.errors import OffbeatError
+from offbeat.runtime.session import Session, join
+from offbeat.runtime.training.interface import Strategy
+from offbeat.strategies.model_averaging import AveragesModels
+from offbeat.strategies.partial import DPAR, PartialAllReduce
+from offbeat.strategies.registry import parse_strategy
+
+try:
+    from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import ParallelStrategy
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+    from torchmetrics import Metric
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "offbeat.lightning needs Lightning, an extra: pip install offbeat[lightning]"
+    ) from error
+
+__all__ = ["OffbeatStrategy"]
+
+_REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "mean": lambda values: values.mean(0),
+    "sum": lambda values: values.sum(0),
+    "min": lambda values: values.amin(0),
+    "max": lambda values: values.amax(0),
+}
+
+
+class OffbeatStrategy(ParallelStrategy):
+    """A Lightning strategy whose workers synchronize by a strategy of offbeat.
+
+    Workers are started by Lightning (`devices=4`), or by torchrun, `offbeat run` or srun. The session begins
+    with `fit`, after a checkpoint has been loaded, and ends with it. What Lightning does on rank zero, the
+    leader does (`Session.is_leader`): if that worker is lost, another one.
+
+    Metrics of torchmetrics, `self.log(..., sync_dist=True)`, `trainer.strategy.reduce` and `all_gather`
+    exchange values by way of the coordinator, of at most 100 KB; workers that have been lost are left out.
+
+    Args:
+        synchronization: the strategy, or its text on the command line, such as "hybrid" or
+            "localsgd:every=8"; not one that excludes slow workers, which would end an epoch at another step
+            than the others.
+        options: of Lightning's ParallelStrategy, such as `cluster_environment`.
+
+    Attributes:
+        session: the session of the `fit` under way, else None.
+
+    Raises:
+        OffbeatError: a strategy that cannot be used with Lightning's loop; says why.
+        ValueError: a text that is no strategy.
+    """
+
+    def __init__(self, synchronization: Strategy | str = "bsp", **options: Any) -> None:
+        super().__init__(**options)
+        if isinstance(synchronization, str):
+            synchronization = parse_strategy(synchronization)
+        _check_usable(synchronization)
+        self.session: Session | None = None
+        self.num_nodes = 1
+        self._synchronization = synchronization
+        self._lost: set[int] = set()
+
+    # Processes -------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning shards the data among several workers."""
+        return True
+
+    @property
+    def num_processes(self) -> int:
+        """Workers on this host."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Which share of the samples is this worker's."""
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def root_device(self) -> torch.device:
+        """This worker's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker saves, prints and logs for all."""
+        return self.global_rank == 0 if self.session is None else self.session.is_leader
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment which worker this is."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _set_rank(self.global_rank)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
+
+    def setup_environment(self) -> None:
+        """Prepare this process, and say where its job is, unless a launcher has."""
+        super().setup_environment()
+        self.set_world_ranks()
+        environment = self.cluster_environment
+        if isinstance(environment, LightningEnvironment):
+            os.environ |= {
+                "RANK": str(self.global_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "MASTER_ADDR": environment.main_address,
+                "MASTER_PORT": str(environment.main_port),
+            }
+
+    # The model and the session ---------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        """Move the model to this worker's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare the model and the optimizers.
+
+        Raises:
+            OffbeatError: `sync_batchnorm=True`, which would have no effect.
+        """
+        if self._layer_sync is not None:
+            raise OffbeatError(
+                "sync_batchnorm=True needs a process group, which offbeat's strategies do not have: leave it "
+                "out (running statistics are copied from the first worker), or use GroupNorm"
+            )
+        super().setup(trainer)
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.distributed_available_fn = lambda: True
+                module.dist_sync_fn = lambda value, group=None: self._gather(value)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return _StepModule(model)
+
+    def on_train_start(self) -> None:
+        """Join the job: what a checkpoint holds has been loaded.
+
+        Raises:
+            OffbeatError: the model or the optimizers cannot be used, or this worker joins a running job.
+            WorkerError: the job did not start.
+        """
+        assert self.model is not None
+        session = join(self.model, self.optimizers, self._synchronization)
+        if session.is_newcomer:
+            error = OffbeatError(
+                "a worker cannot join a running job with Lightning's loop, which begins with the first epoch"
+            )
+            session.__exit__(type(error), error, None)
+            raise error
+        self.session = session
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make this worker the one that logs and prints if it leads now."""
+        if self.is_global_zero:
+            _set_rank(0)
+
+    def on_validation_start(self) -> None:
+        """Bring the model up to date."""
+        if self.session is not None:
+            self.session.refresh()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the model, up to date."""
+        if self.session is not None:
+            self.session.refresh()
+        return super().lightning_module_state_dict()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the job; the other workers learn why."""
+        self._leave(exception)
+
+    def teardown(self) -> None:
+        """Leave the job once all workers have finished."""
+        self._leave(None)
+        super().teardown()
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self.session is not None:
+            session, self.session = self.session, None
+            session.__exit__(None if error is None else type(error), error, None)
+
+    # The step --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context in which backward passes only accumulate gradients."""
+        assert self.session is not None
+        with self.session.no_sync():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the backward pass, then step: a step with a closure would have its backward pass within it.
+
+        Raises:
+            OffbeatError: `training_step` has returned None.
+        """
+        plugin, module = self.precision_plugin, self.lightning_module
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:  # which does so itself
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = closure()
+        if result is None and module.automatic_optimization:
+            raise OffbeatError(
+                "training_step returned None, and other workers wait for this worker's gradients: return the "
+                "loss times 0 to skip a batch"
+            )
+        plugin._after_closure(module, optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    # Small values ----------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all workers have called this."""
+        self._gather(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return a worker's value on all workers; the first worker's if that one has been lost."""
+        values = self._gather_by_worker(obj)
+        return values.get(src, values[min(values)])
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Return the mean, sum, minimum or maximum of all workers' tensors; other values as they are.
+
+        Raises:
+            OffbeatError: another operation, or tensors of other shapes.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op).lower().removeprefix("redoptype.").replace("avg", "mean")
+        if name not in _REDUCTIONS:
+            raise OffbeatError(f"expected a reduction of {', '.join(_REDUCTIONS)}, got {reduce_op}")
+        values = self._gather(tensor)
+        if len({value.shape for value in values}) > 1:
+            raise OffbeatError(
+                f"expected a tensor of one shape on all workers, got {[(*value.shape,) for value in values]}"
+            )
+        stacked = torch.stack(values)
+        is_exact = tensor.dtype in (torch.float64, torch.int64)
+        return _REDUCTIONS[name](stacked if is_exact and name != "mean" else stacked.double()).to(
+            tensor.dtype if tensor.is_floating_point() or name != "mean" else torch.float32
+        )
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return all workers' tensors, stacked, shape (workers, *shape).
+
+        Raises:
+            OffbeatError: `sync_grads`: gradients do not flow to other workers.
+        """
+        if sync_grads:
+            raise OffbeatError("all_gather(sync_grads=True) is not there: gradients stay on their worker")
+        return torch.stack(self._gather(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all workers have decided so, or any of them."""
+        decisions = self._gather(bool(decision))
+        return min(decisions) if all else max(decisions)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers that are in the job; tensors on this worker's device."""
+        values = self._gather_by_worker(value).values()
+        return [one.to(self.root_device) if isinstance(one, Tensor) else one for one in values]
+
+    def _gather_by_worker(self, value: Any) -> dict[int, Any]:
+        if self.session is not None:
+            values = self.session.gather_objects(value)
+            self._lost = {*range(self.world_size)} - values.keys()
+            return values
+        if self._lost:
+            raise OffbeatError(
+                f"workers {sorted(self._lost)} were lost, and what comes after fit needs all of them: "
+                "evaluate in a job of its own"
+            )
+        return offbeat.gather_objects(value, self._synchronization.timeout_s)
+
+
+class _StepModule(nn.Module):
+    """Calls the Lightning module; Lightning has `training_step` run in this module's forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """Whether the Lightning module is in training mode: Lightning restores that mode alone."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Do nothing: `train` and `eval` set the mode of the Lightning module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _check_usable(strategy: Strategy) -> None:
+    if isinstance(strategy, PartialAllReduce | DPAR):
+        raise OffbeatError(
+            f"{type(strategy).__name__} excludes slow workers, which then end an epoch at another step than "
+            "the others, where Lightning waits for all: use Hybrid, SSP or LocalSGD with Lightning, or "
+            "offbeat.join in a loop of your own"
+        )
+    if isinstance(strategy, AveragesModels) and not strategy.overlap:
+        raise OffbeatError(
+            f"{type(strategy).__name__}(overlap=False) waits for workers that may wait for this one at the "
+            "end of an epoch: use it with overlap"
+        )
+
+
+def _set_rank(rank: int) -> None:
+    rank_zero_only.rank = rank
