@@ -32,6 +32,7 @@ DOORS = {  # modules whose names are public
     "offbeat.ps": "ps.py",
     "offbeat.nimble": "nimble.py",
     "offbeat.keras": "keras.py",
+    "offbeat.lightning": "lightning.py",
     "offbeat.ray": "ray/__init__.py",
     "offbeat.data": "data/__init__.py",
 }

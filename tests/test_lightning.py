@@ -251,7 +251,7 @@ class Skipping(Regression):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (Skipping, {}, "training_step returned None, and other workers wait"),
+        (Skipping, {}, "returning None in distributed training is not supported"),
         (Regression, {"sync_batchnorm": True}, "sync_batchnorm=True needs a process group"),
     ],
 )
@@ -286,7 +286,7 @@ fitted.fit(model, *test_lightning.loaders())
 fitted.validate(model, test_lightning.loaders()[1], verbose=False)
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-OFFBEAT_RUN = ["-m", "offbeat", "run", "-n", "2"]
+OFFBEAT_RUN = ["-m", "offbeat", "run", "--nproc-per-node=2"]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ LAYERS = {
     "ps": ("numerics", "runtime"),
     "nimble": ("numerics", "runtime"),
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
+    "lightning": ("errors", "runtime", "strategies"),  # a door of its own, for loops that Lightning runs
     "ray": ("errors", "ray", "runtime"),  # a door of its own, for loops that Ray Train runs
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
     "simulator": ("errors", "events", "policies", "numerics", "wire", "simulator"),
@@ -101,13 +102,14 @@ ROOMS = {
 }
 
 # Modules that a program may import; everything else may change with any version.
-PUBLIC = {"", "strategies", "ps", "nimble", "keras", "ray", "data", "apps"}
+PUBLIC = {"", "strategies", "ps", "nimble", "keras", "lightning", "ray", "data", "apps"}
 
 # Modules other than strategies that may import strategies, and why.
 STRATEGIES_FOR = {
     "__init__.py": "the public names",
     "cli/simulation.py": "the command line",
     "cli/training_worker.py": "a worker of the command line: an ordinary user of the public names",
+    "lightning.py": "which of them Lightning's loop can use",
 }
 
 # Modules that may start threads, and where their failures are reported.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -19,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
-import offbeat
 from offbeat.errors import OffbeatError
 from offbeat.runtime.session import Session, join
 from offbeat.runtime.training.interface import Strategy
+from offbeat.runtime.training.start_values import gather_objects
 from offbeat.strategies.model_averaging import AveragesModels
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import parse_strategy
+from offbeat.strategies.staleness import ServerStrategy
 
 try:
     from lightning.fabric.plugins.environments import LightningEnvironment
@@ -50,12 +52,12 @@ _REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-class OffbeatStrategy(ParallelStrategy):
+class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an extra are not read
     """A Lightning strategy whose workers synchronize by a strategy of offbeat.
 
     Workers are started by Lightning (`devices=4`), or by torchrun, `offbeat run` or srun. The session begins
-    with `fit`, after a checkpoint has been loaded, and ends with it. What Lightning does on rank zero, the
-    leader does (`Session.is_leader`): if that worker is lost, another one.
+    with `fit`, after a checkpoint has been loaded, and ends with it. What Lightning does on rank zero is done
+    by the first worker; if that one is lost, by the next.
 
     Metrics of torchmetrics, `self.log(..., sync_dist=True)`, `trainer.strategy.reduce` and `all_gather`
     exchange values by way of the coordinator, of at most 100 KB; workers that have been lost are left out.
@@ -79,9 +81,12 @@ class OffbeatStrategy(ParallelStrategy):
         if isinstance(synchronization, str):
             synchronization = parse_strategy(synchronization)
         _check_usable(synchronization)
+        if isinstance(synchronization, AveragesModels | ServerStrategy):
+            synchronization = replace(synchronization, shards="equal")  # Lightning splits the samples
         self.session: Session | None = None
         self.num_nodes = 1
         self._synchronization = synchronization
+        self._leader = 0
         self._lost: set[int] = set()
 
     # Processes -------------------------------------------------------------------------------------------
@@ -105,12 +110,16 @@ class OffbeatStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         """This worker's device."""
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker saves, prints and logs for all."""
-        return self.global_rank == 0 if self.session is None else self.session.is_leader
+        """Whether this worker saves, prints and logs for all: the first that was in the job at the last call.
+
+        That is the last of `barrier`, `reduce` and the like, so that all workers agree on it.
+        """
+        return bool(self.global_rank == self._leader)
 
     def set_world_ranks(self) -> None:
         """Tell the environment which worker this is."""
@@ -169,18 +178,11 @@ class OffbeatStrategy(ParallelStrategy):
         """Join the job: what a checkpoint holds has been loaded.
 
         Raises:
-            OffbeatError: the model or the optimizers cannot be used, or this worker joins a running job.
-            WorkerError: the job did not start.
+            OffbeatError: the model or the optimizers cannot be used.
+            WorkerError: the job did not start, or is running: it takes no newcomers.
         """
         assert self.model is not None
-        session = join(self.model, self.optimizers, self._synchronization)
-        if session.is_newcomer:
-            error = OffbeatError(
-                "a worker cannot join a running job with Lightning's loop, which begins with the first epoch"
-            )
-            session.__exit__(type(error), error, None)
-            raise error
-        self.session = session
+        self.session = join(self.model, self.optimizers, self._synchronization)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Make this worker the one that logs and prints if it leads now."""
@@ -196,7 +198,13 @@ class OffbeatStrategy(ParallelStrategy):
         """Return the state of the model, up to date."""
         if self.session is not None:
             self.session.refresh()
-        return super().lightning_module_state_dict()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save on the leader; all workers call this, for the one of the last call may have been lost."""
+        self.barrier()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the job; the other workers learn why."""
@@ -228,20 +236,11 @@ class OffbeatStrategy(ParallelStrategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run the backward pass, then step: a step with a closure would have its backward pass within it.
-
-        Raises:
-            OffbeatError: `training_step` has returned None.
-        """
+        """Run the backward pass, then step: a step with a closure would have its backward pass within it."""
         plugin, module = self.precision_plugin, self.lightning_module
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:  # which does so itself
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = closure()
-        if result is None and module.automatic_optimization:
-            raise OffbeatError(
-                "training_step returned None, and other workers wait for this worker's gradients: return the "
-                "loss times 0 to skip a batch"
-            )
         plugin._after_closure(module, optimizer)
         optimizer.step(**kwargs)
         return result
@@ -292,7 +291,7 @@ class OffbeatStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all workers have decided so, or any of them."""
         decisions = self._gather(bool(decision))
-        return min(decisions) if all else max(decisions)
+        return (False not in decisions) if all else (True in decisions)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the values of all workers that are in the job; tensors on this worker's device."""
@@ -302,14 +301,14 @@ class OffbeatStrategy(ParallelStrategy):
     def _gather_by_worker(self, value: Any) -> dict[int, Any]:
         if self.session is not None:
             values = self.session.gather_objects(value)
-            self._lost = {*range(self.world_size)} - values.keys()
+            self._leader, self._lost = min(values), {*range(self.world_size)} - values.keys()
             return values
         if self._lost:
             raise OffbeatError(
                 f"workers {sorted(self._lost)} were lost, and what comes after fit needs all of them: "
                 "evaluate in a job of its own"
             )
-        return offbeat.gather_objects(value, self._synchronization.timeout_s)
+        return gather_objects(value, self._synchronization.timeout_s)
 
 
 class _StepModule(nn.Module):
@@ -320,7 +319,7 @@ class _StepModule(nn.Module):
         self.module = module
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """Whether the Lightning module is in training mode: Lightning restores that mode alone."""
         return self.module.training
 
