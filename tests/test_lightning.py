@@ -16,12 +16,13 @@ from support.processes import run, unlaunched_environ, values
 
 pytest.importorskip("lightning")
 
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torchmetrics import MeanMetric
 
-from offbeat.lightning import OffbeatStrategy
+from offbeat.lightning import OffbeatFabricStrategy, OffbeatStrategy
 
 WORKERS, SAMPLES, BATCH = 2, 64, 4
 STRATEGIES = ["bsp", "hybrid", "ssp:s=1", "localsgd:every=2"]
@@ -302,3 +303,81 @@ def test_workers_are_started_by_lightning_or_a_launcher(tmp_path, launcher):
     assert not ended.returncode, ended.stderr.decode()
     written = [tmp_path / f"weights-{rank}-of-2" for rank in range(2)]
     assert written[0].read_text() == written[1].read_text()
+
+
+# Fabric -----------------------------------------------------------------------------------------------------
+
+
+def fabric_loop(rank, emit, folder, synchronization, epochs=2, resumes=False):
+    """A loop as Fabric's users write it, with accumulation and clipping; its last state is saved."""
+    torch.manual_seed(rank)
+    fabric = Fabric(accelerator="cpu", devices=WORKERS, strategy=OffbeatFabricStrategy(synchronization))
+    fabric.launch()
+    model = Regression().layers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    state = {"model": model, "optimizer": optimizer, "epoch": 0}
+    if resumes:
+        fabric.load(folder / "state.ckpt", state)
+    model, optimizer = fabric.setup(model, optimizer)
+    data = samples()
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, BATCH, sampler=DistributedSampler(data, WORKERS, rank, shuffle=False))
+    )
+    with fabric.strategy.session:
+        for epoch in range(state["epoch"], epochs):
+            for place, (inputs, targets) in enumerate(loader):
+                with fabric.no_backward_sync(model, enabled=place % 2 == 0):
+                    fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+                if place % 2:
+                    fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            total = fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")
+            state |= {"model": model, "optimizer": optimizer, "epoch": epoch + 1}
+        fabric.save(folder / "state.ckpt", state)
+    gathered = fabric.all_gather(torch.tensor([rank]))  # after the session
+    return [value.tolist() for value in model.state_dict().values()], float(total), gathered.tolist()
+
+
+def fabric_alone(folder):
+    torch.manual_seed(0)
+    model = Regression().layers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(2):
+        for place, (inputs, targets) in enumerate(DataLoader(samples(), WORKERS * BATCH)):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            if place % 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def test_a_loop_of_fabric_is_that_of_one_process(tmp_path):
+    for weights, total, gathered in values(run(fabric_loop, WORKERS, tmp_path, "bsp")):
+        assert_close(weights, fabric_alone(tmp_path))
+        assert total == 1.0
+        assert gathered == [[0], [1]]
+
+
+@pytest.mark.parametrize("synchronization", ["bsp", "hybrid"])
+def test_a_loop_of_fabric_resumes(tmp_path, synchronization):
+    values(run(fabric_loop, WORKERS, tmp_path, synchronization, 1))
+    resumed = values(run(fabric_loop, WORKERS, tmp_path, synchronization, 2, True))
+    whole = values(run(fabric_loop, WORKERS, tmp_path, synchronization, 2))
+    for (weights, _, _), (expected, _, _) in zip(resumed, whole, strict=True):
+        assert_close(weights, expected)
+
+
+def load_within(rank, emit, folder):
+    fabric = Fabric(accelerator="cpu", devices=WORKERS, strategy=OffbeatFabricStrategy("ssp:s=1"))
+    fabric.launch()
+    model = nn.Linear(2, 1)
+    fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with fabric.strategy.session:
+        fabric.load(folder / "state.ckpt", {})
+
+
+def test_on_servers_a_checkpoint_is_loaded_before_the_session(tmp_path):
+    ended = run(load_within, WORKERS, tmp_path)
+    assert any("load the checkpoint before fabric.setup" in one.error for one in ended)

@@ -1,6 +1,7 @@
-"""`OffbeatStrategy`: Lightning's Trainer on workers that synchronize by one of offbeat's strategies.
+"""Lightning's Trainer, and Fabric, on workers that synchronize by one of offbeat's strategies.
 
     trainer = Trainer(accelerator="cpu", devices=4, strategy=OffbeatStrategy("hybrid"))
+    fabric = Fabric(accelerator="cpu", devices=4, strategy=OffbeatFabricStrategy("hybrid"))
 
 Lightning shards the data, by its DistributedSampler, and runs the loop; the session averages gradients or
 models. Each worker has the same number of batches, and workers meet at the end of an epoch, where Lightning
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,13 @@ from offbeat.strategies.staleness import ServerStrategy
 
 try:
     from lightning.fabric.plugins.environments import LightningEnvironment
+    from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
+    from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import ParallelStrategy
-    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as _TrainerLauncher
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
     from torchmetrics import Metric
 except ModuleNotFoundError as error:
@@ -42,39 +46,35 @@ except ModuleNotFoundError as error:
         "offbeat.lightning needs Lightning, an extra: pip install offbeat[lightning]"
     ) from error
 
-__all__ = ["OffbeatStrategy"]
+__all__ = ["OffbeatFabricStrategy", "OffbeatStrategy"]
 
 _REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "mean": lambda values: values.mean(0),
+    "mean": lambda values: (values if values.is_floating_point() else values.double()).mean(0),
     "sum": lambda values: values.sum(0),
     "min": lambda values: values.amin(0),
     "max": lambda values: values.amax(0),
 }
 
 
-class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an extra are not read
-    """A Lightning strategy whose workers synchronize by a strategy of offbeat.
+if TYPE_CHECKING:
+    _Base = FabricParallelStrategy
+else:
+    _Base = object  # each of Lightning's two has the rest
 
-    Workers are started by Lightning (`devices=4`), or by torchrun, `offbeat run` or srun. The session begins
-    with `fit`, after a checkpoint has been loaded, and ends with it. What Lightning does on rank zero is done
-    by the first worker; if that one is lost, by the next.
 
-    Metrics of torchmetrics, `self.log(..., sync_dist=True)`, `trainer.strategy.reduce` and `all_gather`
-    exchange values by way of the coordinator, of at most 100 KB; workers that have been lost are left out.
+class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra are not read
+    """What both of Lightning's strategies are to Lightning: which worker this is, and values of all workers.
 
     Args:
-        synchronization: the strategy, or its text on the command line, such as "hybrid" or
-            "localsgd:every=8"; not one that excludes slow workers, which would end an epoch at another step
-            than the others.
-        options: of Lightning's ParallelStrategy, such as `cluster_environment`.
-
-    Attributes:
-        session: the session of the `fit` under way, else None.
+        synchronization: the strategy, or its text on the command line.
+        options: of Lightning's strategy.
 
     Raises:
         OffbeatError: a strategy that cannot be used with Lightning's loop; says why.
         ValueError: a text that is no strategy.
     """
+
+    _launcher_class: ClassVar[Any]
 
     def __init__(self, synchronization: Strategy | str = "bsp", **options: Any) -> None:
         super().__init__(**options)
@@ -130,9 +130,7 @@ class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an ex
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes
-        )
+        self._launcher = self._launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Prepare this process, and say where its job is, unless a launcher has."""
@@ -147,7 +145,95 @@ class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an ex
                 "MASTER_PORT": str(environment.main_port),
             }
 
-    # The model and the session ---------------------------------------------------------------------------
+    # Small values ----------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all workers have called this."""
+        self._gather(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return a worker's value on all workers; the first worker's if that one has been lost."""
+        values = self._gather_by_worker(obj)
+        return values.get(src, values[min(values)])
+
+    def all_reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Any:
+        """Return the mean, sum, minimum or maximum of all workers' tensors; other values as they are.
+
+        Raises:
+            OffbeatError: another operation, or tensors of other shapes.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = str(reduce_op).lower().removeprefix("redoptype.").replace("avg", "mean")
+        if name not in _REDUCTIONS:
+            raise OffbeatError(f"expected a reduction of {', '.join(_REDUCTIONS)}, got {reduce_op}")
+        values = self._gather(tensor)
+        if len({value.shape for value in values}) > 1:
+            raise OffbeatError(
+                f"expected a tensor of one shape on all workers, got {[(*value.shape,) for value in values]}"
+            )
+        return _REDUCTIONS[name](torch.stack(values))
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Return all workers' tensors, stacked, shape (workers, *shape).
+
+        Raises:
+            OffbeatError: `sync_grads`: gradients do not flow to other workers.
+        """
+        if sync_grads:
+            raise OffbeatError("all_gather(sync_grads=True) is not there: gradients stay on their worker")
+        return torch.stack(self._gather(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all workers have decided so, or any of them."""
+        decisions = self._gather(bool(decision))
+        return (False not in decisions) if all else (True in decisions)
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers that are in the job; tensors on this worker's device."""
+        values = self._gather_by_worker(value).values()
+        return [one.to(self.root_device) if isinstance(one, Tensor) else one for one in values]
+
+    def _gather_by_worker(self, value: Any) -> dict[int, Any]:
+        if self.session is not None and not self.session.has_left:
+            values = self.session.gather_objects(value)
+            self._leader, self._lost = min(values), {*range(self.world_size)} - values.keys()
+            return values
+        if self._lost:
+            raise OffbeatError(
+                f"workers {sorted(self._lost)} were lost, and what comes after the training needs all of "
+                "them: evaluate in a job of its own"
+            )
+        return gather_objects(value, self._synchronization.timeout_s)
+
+
+class OffbeatStrategy(_Workers, ParallelStrategy):  # type: ignore[misc]  # see above
+    """A Lightning strategy whose workers synchronize by a strategy of offbeat.
+
+    Workers are started by Lightning (`devices=4`), or by torchrun, `offbeat run` or srun. The session begins
+    with `fit`, after a checkpoint has been loaded, and ends with it. What Lightning does on rank zero is done
+    by the first worker; if that one is lost, by the next.
+
+    Metrics of torchmetrics, `self.log(..., sync_dist=True)`, `trainer.strategy.reduce` and `all_gather`
+    exchange values by way of the coordinator, of at most 100 KB; workers that have been lost are left out.
+
+    Args:
+        synchronization: the strategy, or its text on the command line, such as "hybrid" or
+            "localsgd:every=8"; not one that excludes slow workers, which would end an epoch at another step
+            than the others.
+        options: of Lightning's ParallelStrategy, such as `cluster_environment`.
+
+    Attributes:
+        session: the session of the `fit` under way, else None.
+
+    Raises:
+        OffbeatError: a strategy that cannot be used with Lightning's loop; says why.
+        ValueError: a text that is no strategy.
+    """
+
+    _launcher_class = _TrainerLauncher
 
     def model_to_device(self) -> None:
         """Move the model to this worker's device."""
@@ -220,8 +306,6 @@ class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an ex
             session, self.session = self.session, None
             session.__exit__(None if error is None else type(error), error, None)
 
-    # The step --------------------------------------------------------------------------------------------
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Context in which backward passes only accumulate gradients."""
@@ -245,70 +329,75 @@ class OffbeatStrategy(ParallelStrategy):  # type: ignore[misc]  # types of an ex
         optimizer.step(**kwargs)
         return result
 
-    # Small values ----------------------------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until all workers have called this."""
-        self._gather(name)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return a worker's value on all workers; the first worker's if that one has been lost."""
-        values = self._gather_by_worker(obj)
-        return values.get(src, values[min(values)])
-
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Return the mean, sum, minimum or maximum of all workers' tensors; other values as they are.
 
         Raises:
             OffbeatError: another operation, or tensors of other shapes.
         """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        name = str(reduce_op).lower().removeprefix("redoptype.").replace("avg", "mean")
-        if name not in _REDUCTIONS:
-            raise OffbeatError(f"expected a reduction of {', '.join(_REDUCTIONS)}, got {reduce_op}")
-        values = self._gather(tensor)
-        if len({value.shape for value in values}) > 1:
-            raise OffbeatError(
-                f"expected a tensor of one shape on all workers, got {[(*value.shape,) for value in values]}"
-            )
-        stacked = torch.stack(values)
-        is_exact = tensor.dtype in (torch.float64, torch.int64)
-        return _REDUCTIONS[name](stacked if is_exact and name != "mean" else stacked.double()).to(
-            tensor.dtype if tensor.is_floating_point() or name != "mean" else torch.float32
-        )
+        return self.all_reduce(tensor, group, reduce_op)
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Return all workers' tensors, stacked, shape (workers, *shape).
+
+class OffbeatFabricStrategy(_Workers, FabricParallelStrategy, _BackwardSyncControl):  # type: ignore[misc]  # see above
+    """A strategy of Fabric whose workers synchronize by a strategy of offbeat; see `OffbeatStrategy`.
+
+    The session begins with `fabric.setup(model, optimizer)`, after a checkpoint has been loaded, and ends
+    with a `with` block, as every session:
+
+        model, optimizer = fabric.setup(model, optimizer)
+        with fabric.strategy.session:
+            for inputs, targets in fabric.setup_dataloaders(loader):
+
+    Args:
+        synchronization, options: see `OffbeatStrategy`.
+
+    Attributes:
+        session: the last one that `fabric.setup` has begun, None before.
+    """
+
+    _launcher_class = _SubprocessScriptLauncher
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to this worker's device."""
+        module.to(self.root_device)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Join the job with a model and its optimizers.
 
         Raises:
-            OffbeatError: `sync_grads`: gradients do not flow to other workers.
+            OffbeatError: the model or the optimizers cannot be used.
+            WorkerError: the job did not start, or is running: it takes no newcomers.
         """
-        if sync_grads:
-            raise OffbeatError("all_gather(sync_grads=True) is not there: gradients stay on their worker")
-        return torch.stack(self._gather(tensor))
+        self.session = join(module, optimizers, self._synchronization)
+        return module, optimizers, scheduler
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all workers have decided so, or any of them."""
-        decisions = self._gather(bool(decision))
-        return (False not in decisions) if all else (True in decisions)
+    @contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Context in which backward passes only accumulate gradients, if enabled."""
+        assert self.session is not None
+        with self.session.no_sync() if enabled else nullcontext():
+            yield
 
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the values of all workers that are in the job; tensors on this worker's device."""
-        values = self._gather_by_worker(value).values()
-        return [one.to(self.root_device) if isinstance(one, Tensor) else one for one in values]
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        """Save on the leader; all workers call this, for the one of the last call may have been lost."""
+        if self.session is not None and not self.session.has_left:
+            self.session.refresh()
+        self.barrier()
+        super().save_checkpoint(path, state, *arguments, **options)
 
-    def _gather_by_worker(self, value: Any) -> dict[int, Any]:
-        if self.session is not None:
-            values = self.session.gather_objects(value)
-            self._leader, self._lost = min(values), {*range(self.world_size)} - values.keys()
-            return values
-        if self._lost:
-            raise OffbeatError(
-                f"workers {sorted(self._lost)} were lost, and what comes after fit needs all of them: "
-                "evaluate in a job of its own"
-            )
-        return gather_objects(value, self._synchronization.timeout_s)
+    def load_checkpoint(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Load what all workers have saved.
+
+        Raises:
+            OffbeatError: within a session on servers, which hold the parameters.
+        """
+        is_in_session = self.session is not None and not self.session.has_left
+        if is_in_session and isinstance(self._synchronization, ServerStrategy):
+            raise OffbeatError("servers hold the parameters: load the checkpoint before fabric.setup")
+        state: dict[str, Any] = super().load_checkpoint(*arguments, **options)
+        return state
 
 
 class _StepModule(nn.Module):

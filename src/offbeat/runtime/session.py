@@ -373,6 +373,11 @@ class Session:
     ) -> None:
         self._leave(error)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has left the job."""
+        return self._left
+
     def leave(self, error: BaseException | None = None) -> None:
         """Remove the hooks and leave the job; repeated calls have no effect.
 
