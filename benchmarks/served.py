@@ -26,10 +26,10 @@ from torch.utils.data import TensorDataset
 from benchmarks import runs
 from benchmarks.timed import ModelTimes
 from benchmarks.workers import read_settings, run_logged, send_result
-from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.events import Action, Evaluated, Event, StepFinished, StepPermit, StepsTimed
 from offbeat.runtime.session import Session, join
 from offbeat.strategies import parse_strategy
+from offbeat.wire.job_view import TIME_PARTS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ from offbeat.errors import OffbeatError
 from offbeat.numerics.ps.updates import Adam
 from offbeat.policies.stragglers.injection import parse_slow_rule
 from offbeat.runtime.control.environment import available_cores
+from offbeat.wire.job_view import TIME_PARTS
 from offbeat.wire.log_file import read_log
 
 STRATEGIES: Final[Mapping[str, str]] = {
@@ -64,7 +65,7 @@ SETTINGS: Final[Mapping[str, tuple[str, Literal["equal", "dynamic"]]]] = {
     "lasting_dynamic": ("lasting", "dynamic"),
 }
 """By the name in figures: the slowness, and the way of sharing samples."""
-PARTS: Final = tuple(part for part in timesheet.TIME_PARTS if part != "communicate")
+PARTS: Final = tuple(part for part in TIME_PARTS if part != "communicate")
 """The paper's nine parts in our names (see the glossary), and the rest."""
 _NO_SLOWNESS: Final = "none"
 _NO_SLOWNESS_STEPS: Final = 24

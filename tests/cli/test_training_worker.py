@@ -10,13 +10,14 @@ from torch.utils.data import TensorDataset
 
 from offbeat.cli import job, timesheet
 from offbeat.cli.main import main
-from offbeat.cli.timesheet import TIME_PARTS, TimeSheet
+from offbeat.cli.timesheet import TimeSheet
 from offbeat.cli.training_worker import OPTIMIZERS, TrainingSettings, accuracy, batch_loss
 from offbeat.data import load_data_set
 from offbeat.events import Evaluated, Left, NodeJoined, StepsTimed, Tick
 from offbeat.models import build_model
 from offbeat.runtime.data.equal_shards import EqualShards
 from offbeat.wire import log_file
+from offbeat.wire.job_view import TIME_PARTS
 from support.round_events import times_of_step
 from support.run_logs import step_times
 

@@ -9,7 +9,8 @@ from offbeat.cli import comparison, timesheet
 from offbeat.cli.comparison import ComparisonRow
 from offbeat.cli.doctor import Finding
 from offbeat.cli.output import NO_VALUE, TextTable
-from offbeat.cli.timesheet import TIME_PARTS, TimeSheet, TimeSheetEntry
+from offbeat.cli.timesheet import TimeSheet, TimeSheetEntry
+from offbeat.wire.job_view import TIME_PARTS
 
 _NAMED_WORKERS_MAX: Final = 8
 _FINDINGS: Final = (

@@ -7,17 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from offbeat.events import Action, Evaluated, Event, Left, StepsTimed, StepTimes
-
-TIME_PARTS: Final = tuple(
-    field.name.removesuffix("_s")
-    for field in fields(StepTimes)
-    if field.name.endswith("_s") and field.name != "wall_s"
-)
-"""The named parts of a worker's wall time; they sum to it."""
+from offbeat.wire.job_view import TIME_PARTS, sum_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +152,7 @@ def _entry(end: Evaluated, steps: Sequence[StepTimes]) -> TimeSheetEntry:
         steps=len(steps),
         samples=sum(step.samples for step in steps),
         wall_s=sum(step.wall_s for step in steps),
-        parts_s={part: sum(getattr(step, f"{part}_s") for step in steps) for part in TIME_PARTS},
+        parts_s=sum_parts(steps),
         metrics=end.metrics,
     )
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offbeat
-from offbeat.cli.timesheet import TIME_PARTS
 from offbeat.errors import OffbeatError
 from offbeat.events import StepFinished, StepPermit
 from offbeat.runtime.data.equal_shards import EqualShards, epoch_order
 from offbeat.runtime.training.trained import TrainingState
 from offbeat.strategies import ASP, DTSSP, SSP, AllReduce, Downpour, ServerBSP
+from offbeat.wire.job_view import TIME_PARTS
 from offbeat.wire.log_file import read_log
 from offbeat.wire.replay import replay
 from support.group_training import compute
