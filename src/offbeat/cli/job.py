@@ -31,6 +31,7 @@ from offbeat.runtime.launching.outcomes import outcome_summary
 from offbeat.runtime.processes import child
 from offbeat.wire.codec import from_plain
 from offbeat.wire.log_file import finished_log_parts
+from offbeat.wire.log_tail import LogTail
 
 LOG_NAME: Final = "log.jsonl"
 OUTPUT_NAME: Final = "output.txt"
@@ -259,21 +260,14 @@ class RunLogReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._offset = 0
+        self._tail = LogTail(path)
 
     def read_new_lines(self, sheet: TimeSheet) -> None:
         """Add the new, complete lines of the relevant types to the sheet."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:  # the log has not been started
-            return
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            if line.startswith(_RELEVANT):
-                sheet.add(from_plain(msgspec.json.decode(line)))
+        while lines := self._tail.read_lines():
+            for line in lines:
+                if line.startswith(_RELEVANT):
+                    sheet.add(from_plain(msgspec.json.decode(line)))
 
     def read_until_all_left(
         self, sheet: TimeSheet, workers: int, limit_s: float = _LOG_END_TIMEOUT_S

@@ -247,7 +247,7 @@ def read_log(path: str | Path) -> RunRecord:
     entries: list[Event | Action] = []
     line = b""
     with path.open("rb") as file:
-        header = _header(path, file.readline(_HEADER_BYTES_MAX))
+        header = parse_header(path, file.readline(_HEADER_BYTES_MAX))
         for number, line in enumerate(file, start=2):
             try:
                 entry = decode_json(line)
@@ -261,7 +261,16 @@ def read_log(path: str | Path) -> RunRecord:
     return RunRecord(header=header, entries=entries, is_truncated=bool(line) and not line.endswith(b"\n"))
 
 
-def _header(path: Path, line: bytes) -> dict[str, Any]:
+def parse_header(path: Path, line: bytes) -> dict[str, Any]:
+    """Return the header in a log's first line.
+
+    Args:
+        path: of the log, for the error.
+        line: with or without its line feed.
+
+    Raises:
+        ValueError: see `read_log`.
+    """
     expected = f"expected a run log, whose first line is a JSON object with {_VERSION_KEY!r}"
     if not line:
         raise ValueError(f"{path} is empty: {expected}")
