@@ -23,7 +23,7 @@ from rich.progress import Progress, TaskID
 from rich.text import Text
 
 import offbeat
-from offbeat.cli import entry, output, simulation
+from offbeat.cli import entry, output, simulation, top
 from offbeat.cli.entry import file_errors
 from offbeat.cli.options import CompareOptions, RunOptions, TrainOptions, expand_options
 
@@ -403,6 +403,7 @@ def replay(
 
 
 app.command()(simulation.simulate)
+app.command()(top.top)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

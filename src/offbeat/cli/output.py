@@ -18,7 +18,7 @@ from typing import Any, Final, TextIO, cast
 
 from rich import table as rich_table
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -168,6 +168,31 @@ def print_output(*shown: TextTable | str | Text) -> None:
         else:
             _console().print(item, soft_wrap=True)
     sys.stdout.flush()
+
+
+def drop_columns(table: TextTable, heads: Sequence[str], columns: int | None) -> TextTable:
+    """Return the table without the first of the columns with these heads, as many as it takes to fit."""
+    for head in heads:
+        widths = _widths(table, None)
+        if columns is None or widths is None or _boxed_columns(widths) <= columns:
+            break
+        at = table.headers.index(head)
+        table = TextTable(
+            title=table.title,
+            headers=table.headers[:at] + table.headers[at + 1 :],
+            rows=[row[:at] + row[at + 1 :] for row in table.rows],
+            text_columns=frozenset(one - (one > at) for one in table.text_columns - {at}),
+        )
+    return table
+
+
+def make_renderable(item: TextTable | str | Text, columns: int) -> RenderableType:
+    """Return what `print_output` would print, for a display of this width that is drawn again and again."""
+    if not isinstance(item, TextTable):
+        return item
+    widths = _widths(item, columns)
+    table = Text("\n".join(_lines(item))) if widths is None else _boxed(item, widths)
+    return Group(Text(item.title, style="italic"), table) if item.title else table
 
 
 def _show_table(table: TextTable, columns: int | None) -> None:

@@ -89,8 +89,8 @@ def _median_wait(others: Sequence[JobWorker]) -> float:
 
 def _slowness(slow: Sequence[JobWorker]) -> str:
     ratio = max(map(_ratio, slow))
-    since = [one.slow_since_step for one in slow if one.slow_since_step is not None]
-    when = f" since step {min(since):,}" if since else ""
+    since = min((one.slow_since_step for one in slow if one.slow_since_step is not None), default=None)
+    when = "" if since is None else f" since step {since:,}" if since else " since its first step"
     verb = "takes" if len(slow) == 1 else "take up to"
     return f"{name_workers(slow)} {verb} {ratio:.2g} times as long as the others{when}"
 
@@ -162,5 +162,5 @@ def _fine(here: Sequence[JobWorker], compared: Sequence[JobWorker], world: int) 
         return Diagnosis(kind="fine", sentence=sentence)
     if len(here) == world == 1:
         return Diagnosis(kind="fine", sentence="the job has one worker")
-    sentence = f"too few steps to compare workers; {len(here)} of {world} are here"
+    sentence = f"too few steps to compare workers; {len(here)} of {max(world, len(here))} are here"
     return Diagnosis(kind="starting", sentence=sentence)

@@ -164,6 +164,7 @@ class JobView:
         self._members: tuple[int, ...] | None = None
         self._halt_reason = ""
         self._connections: dict[tuple[int, int], deque[float]] = {}  # pair of members: times in seconds
+        self._connections_generation = 0  # of the group that has these connections
         self._typical_s: float | None = None
         self._reports_to_typical = 0  # compute times until `_typical_s` is computed again
 
@@ -271,6 +272,13 @@ class JobView:
         if worker.averaging_steps:
             worker.averaging_steps -= 1
         self._add_compute(worker, event.compute_s)
+        if event.line_s:
+            self._add_line_times(event)
+
+    def _add_line_times(self, event: Ready) -> None:
+        if event.generation > self._connections_generation:
+            self._connections.clear()  # the neighbours are others
+            self._connections_generation = event.generation
         for peer, time_s in event.line_s:
             pair = (event.worker, peer) if event.worker < peer else (peer, event.worker)
             times_s = self._connections.get(pair)
@@ -314,7 +322,6 @@ class JobView:
 
     def _on_group(self, action: Group) -> None:
         self._coordination, self._members = "rounds", action.members
-        self._connections.clear()  # the neighbours are others
         for number, worker in self._workers.items():
             if worker.state in GONE or worker.state == "finished":
                 continue

@@ -35,6 +35,11 @@ class LogTail:
         self._header = b""  # of that part, as far as it is known
         self._partial = b""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a header was read."""
+        return bool(self._header)
+
     def read_lines(self) -> list[bytes]:
         """Return the next whole lines, without headers, of about 4 MiB; none if there are none now.
 
