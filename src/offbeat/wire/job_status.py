@@ -18,6 +18,7 @@ WorkerState: TypeAlias = Literal[
 GONE: frozenset[WorkerState] = frozenset({"left", "lost", "failed", "rejected"})
 """The states of workers that are gone before the end of the job."""
 
+ExclusionCause: TypeAlias = Literal["compute", "line", "silent", "late", "unreachable", "other"]
 Coordination: TypeAlias = Literal["rounds", "clocks", "models"]
 
 
@@ -51,8 +52,7 @@ class JobWorker:
         parts_s: where their wall time went, in seconds, by part (see `StepTimes`); zeros are omitted.
         line_s: how long the last bytes of a message are on the way on the best of its connections: the
             median of late, in seconds.
-        exclusions: how often it was excluded, by cause: "compute", "line", "silent", "late", "unreachable",
-            "other".
+        exclusions: how often it was excluded, by cause (`ExclusionCause`).
         skipped_rounds: rounds that were closed without it, for they had their quorum.
         is_skipped: one of late was.
     """

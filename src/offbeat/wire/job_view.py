@@ -66,7 +66,7 @@ from offbeat.events import (
     Tick,
 )
 from offbeat.wire.diagnosis import SLOW_RATIO, diagnose
-from offbeat.wire.job_status import GONE, Coordination, JobStatus, JobWorker, WorkerState
+from offbeat.wire.job_status import GONE, Coordination, ExclusionCause, JobStatus, JobWorker, WorkerState
 
 TIME_PARTS: Final = tuple(
     one.name.removesuffix("_s")
@@ -80,7 +80,7 @@ _COMPARED_MIN: Final = 3  # compute times: the first one includes what is built 
 _SLOW_LIMIT: Final = 8
 _TYPICAL_ROUNDS: Final = 4
 _CONNECTION_TIMES: Final = 8
-_CAUSES: Final = {
+_CAUSES: Final[dict[str, ExclusionCause]] = {
     "compute time": "compute",
     "its line is slow": "line",
     "cannot reach": "unreachable",
