@@ -14,11 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, TextIO, cast
+from typing import Any, Final, Self, TextIO, cast
 
 from rich import table as rich_table
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
@@ -186,15 +187,6 @@ def drop_columns(table: TextTable, heads: Sequence[str], columns: int | None) ->
     return table
 
 
-def make_renderable(item: TextTable | str | Text, columns: int) -> RenderableType:
-    """Return what `print_output` would print, for a display of this width that is drawn again and again."""
-    if not isinstance(item, TextTable):
-        return item
-    widths = _widths(item, columns)
-    table = Text("\n".join(_lines(item))) if widths is None else _boxed(item, widths)
-    return Group(Text(item.title, style="italic"), table) if item.title else table
-
-
 def _show_table(table: TextTable, columns: int | None) -> None:
     widths = _widths(table, columns)
     if table.title:
@@ -203,6 +195,41 @@ def _show_table(table: TextTable, columns: int | None) -> None:
         _console().print("\n".join(_lines(table)), soft_wrap=True)
     else:
         _console(_boxed_columns(widths)).print(_boxed(table, widths))
+
+
+class Display:
+    """The whole screen of the terminal at standard output, drawn again at each `show`; use it in a `with`."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+
+    @property
+    def columns(self) -> int:
+        """The present width."""
+        return self._console.width
+
+    @property
+    def lines(self) -> int:
+        """The present height."""
+        return self._console.height
+
+    def show(self, *shown: TextTable | str | Text) -> None:
+        """Draw tables and lines as `print_output` would print them; what is below the last line is cut."""
+        self._live.update(Group(*map(self._make_renderable, shown)), refresh=True)
+
+    def _make_renderable(self, item: TextTable | str | Text) -> RenderableType:
+        if not isinstance(item, TextTable):
+            return item
+        widths = _widths(item, self.columns)
+        return Text("\n".join(_lines(item))) if widths is None else _boxed(item, widths)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *ended: Any) -> None:
+        self._live.__exit__(*ended)
 
 
 def _console(columns: int = 80) -> Console:

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from offbeat.cli import output
@@ -160,17 +158,12 @@ def _reason(worker: JobWorker) -> str:
 
 def _show(source: JobSource) -> JobStatus:
     """Show the job until it ends or a key ends the display; return its last state."""
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
     status = source.status()
-    with _keys() as is_quit, Live(console=console, screen=True, auto_refresh=False) as live:
+    with _keys() as is_quit, output.Display() as display:
         while True:
-            view = make_view(
-                status,
-                columns=console.width,
-                rows_max=max(_ROWS_MIN, console.height - _LINES_AROUND),
-                trouble=source.trouble,
-            )
-            live.update(Group(*(output.make_renderable(item, console.width) for item in view)), refresh=True)
+            rows_max = max(_ROWS_MIN, display.lines - _LINES_AROUND)
+            view = make_view(status, columns=display.columns, rows_max=rows_max, trouble=source.trouble)
+            display.show(*view)
             is_over = status.is_over and not source.is_behind
             if is_over or is_quit(0.0 if source.is_behind else _PERIOD_S):
                 return status
