@@ -90,7 +90,7 @@ def _median_wait(others: Sequence[JobWorker]) -> float:
 def _slowness(slow: Sequence[JobWorker]) -> str:
     ratio = max(map(_ratio, slow))
     since = min((one.slow_since_step for one in slow if one.slow_since_step is not None), default=None)
-    when = "" if since is None else f" since step {since:,}" if since else " since its first step"
+    when = "" if since is None else f" since step {since:,}" if since else " since the first step"
     verb = "takes" if len(slow) == 1 else "take up to"
     return f"{name_workers(slow)} {verb} {ratio:.2g} times as long as the others{when}"
 
@@ -118,10 +118,10 @@ def _lost(workers: Sequence[JobWorker], here: int) -> Diagnosis | None:
     last = max(lost, key=lambda one: (one.state_step or 0, one.worker))
     verb = "has failed" if last.state == "failed" else f"was {last.state}"
     more = f", {len(lost) - 1} more before" if len(lost) > 1 else ""
-    share = len(lost) / (here + len(lost))
+    share = here / (here + len(lost))
     sentence = (
         f"worker {last.worker} {verb} in step {last.state_step or 0:,} ({last.why}){more}; "
-        f"{here} of {here + len(lost)} workers go on, without {share:.0%} of the speed"
+        f"{here} of {here + len(lost)} workers go on, with {share:.0%} of the speed"
     )
     return Diagnosis(kind="lost", workers=_ids(lost), sentence=sentence)
 
