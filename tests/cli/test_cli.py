@@ -88,6 +88,11 @@ BAD = {
     "replay nosuch": "cannot read nosuch: No such file or directory",
     "replay file": "file is not a run log",
     "replay .": "cannot read log.jsonl: No such file or directory",
+    "top": "RUN",
+    "top nosuch": "or HOST:PORT of a running job, got 'nosuch': there is no such file",
+    "top file": "file is not a run log",
+    "top .": "the folder . holds no run log, log.jsonl",
+    "top 127.0.0.1:9": "127.0.0.1:9 does not answer as a job does: Connection refused",
     "nosuch": "nosuch",
 }
 

@@ -20,7 +20,7 @@ from support.lockstep_log import lockstep_group, log_of
 from support.source_files import imports, modules, name_of
 from support.wide_result import RESULT
 
-COMMANDS = ("", "run", "train", "compare", "simulate", "replay", "trace", "doctor", "serve")
+COMMANDS = ("", "run", "train", "compare", "simulate", "replay", "top", "trace", "doctor", "serve")
 OFFBEAT = f"{sys.executable} -m offbeat"
 SIMULATE = "simulate --strategy ssp:s=3 --workers 3 --steps 5"
 ROWS = [

@@ -72,7 +72,7 @@ def test_with_several_rounds_a_step_the_saving_is_that_of_the_step():
 def test_equal_workers():
     one = found(*START, *rounds(EQUAL, 20))
     assert (one.kind, one.workers, one.saving) == ("fine", (), 0.0)
-    assert one.sentence == "all 4 workers take about as long: the slowest 1.1 times the others"
+    assert one.sentence == "all 4 workers take about as long: the slowest 1.1 times the median"
 
 
 def test_a_slow_worker_that_is_excluded_costs_the_others_nothing():
@@ -130,13 +130,19 @@ def test_a_lost_worker_costs_its_share_of_the_workers():
     one = found(*START, *rounds(EQUAL, 20), lost(2))
     assert (one.kind, one.workers) == ("lost", (2,))
     assert one.sentence == (
-        "worker 2 was lost in step 19 (the connection was closed); 3 of 4 workers go on, with 75% of the speed"
+        "worker 2 was lost in step 19 (the connection was closed); 3 of 4 workers go on, "
+        "with 75% of the speed"
     )
     failed = Failed(now_s=1.0, worker=1, step=25, error="ValueError: no")
     assert found(*START, *rounds(EQUAL, 20), lost(2), failed).sentence == (
         "worker 1 has failed in step 25 (ValueError: no), 1 more before; 2 of 4 workers go on, with 50% of "
         "the speed"
     )
+
+
+def test_a_lost_worker_that_a_newcomer_has_replaced_costs_nothing():
+    newcomer = [joined(4, world=4), *rounds({0: 1.0, 1: 1.0, 3: 1.0, 4: 1.0}, 20, first_step=20)]
+    assert found(*START, *rounds(EQUAL, 20), lost(2), *newcomer).kind == "fine"
 
 
 def test_a_slow_worker_that_holds_the_others_up_comes_before_a_lost_one():

@@ -52,6 +52,8 @@ def open_source(run: str) -> JobSource:
     path = Path(run)
     if path.is_dir():
         path /= LOG_NAME
+        if not path.exists():
+            raise OffbeatError(f"the folder {run} holds no run log, {LOG_NAME}")
     if path.exists():
         return LogSource(path)
     try:

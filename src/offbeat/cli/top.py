@@ -55,7 +55,7 @@ def top(
     A run log is followed as it grows. The display ends with the job, or with q; where standard output is no
     terminal, the state is printed once.
 
-    compute: median of the last 16 rounds. to median: that over the median of the other workers. waits: the
+    compute: median of the last 16 rounds. to median: that over the median of all workers. waits: the
     share of its time in which a worker waits for slower ones. score: the fastest worker's compute time over
     its own. line: how long data are on the way on a worker's best connection.
     """

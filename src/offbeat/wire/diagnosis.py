@@ -20,7 +20,7 @@ def diagnose(
 
     1. The job was aborted.
     2. Slow workers hold the others up. A worker is *slow* if its compute time is at least 1.5 times the
-       median of the other workers' times. Among workers that exchange gradients in rounds, the slowest one
+       median of all workers' times. Among workers that exchange gradients in rounds, the slowest one
        makes the step: of its time, computing takes the share p, and c a round. Without the slow workers, the
        slowest of the others takes c', and the saving is p (1 - c' / c), from the medians of late. With clocks
        or averaged models not every step waits: there the saving is the median share of their time that the
@@ -29,7 +29,8 @@ def diagnose(
     3. A line is slow: for one of at least three workers, computing and the time on its best connection take
        more than twice as long as computing and the time on the fastest connection. The saving is that of the
        sum of both, with the slowest member's compute time.
-    4. Workers were lost, have failed, or were rejected. What that costs is their share of the workers.
+    4. Workers were lost, have failed, or were rejected, and fewer are here than at the start. What that costs
+       is the share that is missing.
     5. Workers are excluded, or slow without holding anyone up: the saving is 0.
     6. Fewer than two workers have compute times to compare: the job starts, or has one worker.
     7. Nothing is wrong.
@@ -42,7 +43,7 @@ def diagnose(
     return (
         _holding_up(slow, compared, coordination)
         or _slow_line([one for one in compared if not one.is_excluded])
-        or _lost(workers, len(here))
+        or _lost(workers, len(here), world)
         or _excluded([one for one in here if one.is_excluded], slow)
         or _fine(here, compared, world)
     )
@@ -111,17 +112,17 @@ def _slow_line(members: Sequence[JobWorker]) -> Diagnosis | None:
     return Diagnosis(kind="line", workers=(worker,), saving=saving, sentence=sentence)
 
 
-def _lost(workers: Sequence[JobWorker], here: int) -> Diagnosis | None:
+def _lost(workers: Sequence[JobWorker], here: int, world: int) -> Diagnosis | None:
     lost = [one for one in workers if one.state in ("lost", "failed", "rejected")]
-    if not lost:
+    all_workers = world or here + len(lost)
+    if not lost or here >= all_workers:
         return None
     last = max(lost, key=lambda one: (one.state_step or 0, one.worker))
     verb = "has failed" if last.state == "failed" else f"was {last.state}"
     more = f", {len(lost) - 1} more before" if len(lost) > 1 else ""
-    share = here / (here + len(lost))
     sentence = (
         f"worker {last.worker} {verb} in step {last.state_step or 0:,} ({last.why}){more}; "
-        f"{here} of {here + len(lost)} workers go on, with {share:.0%} of the speed"
+        f"{here} of {all_workers} workers go on, with {here / all_workers:.0%} of the speed"
     )
     return Diagnosis(kind="lost", workers=_ids(lost), sentence=sentence)
 
@@ -157,7 +158,7 @@ def _fine(here: Sequence[JobWorker], compared: Sequence[JobWorker], world: int) 
     if len(compared) > 1:
         slowest = max(map(_ratio, compared))
         sentence = (
-            f"all {len(compared)} workers take about as long: the slowest {slowest:.2g} times the others"
+            f"all {len(compared)} workers take about as long: the slowest {slowest:.2g} times the median"
         )
         return Diagnosis(kind="fine", sentence=sentence)
     if len(here) == world == 1:

@@ -40,7 +40,8 @@ class JobWorker:
         step: optimizer steps finished; of an excluded worker, the one in which it last took part.
         epoch: counted from 0.
         compute_s: median time of forward and backward of a round of late, in seconds.
-        compute_ratio: that time over the median of the other workers' times.
+        compute_ratio: that time over the median of all workers' times, of an even number the lower one of the
+            middle two: so of two workers, the faster one has 1.
         score: the fastest worker's time over its own, 0 to 1, as the relative score of NVIDIA Resiliency
             Extension's straggler detection.
         slow_since_step: the step from which on it is slow, see `JobView`; None if it is not.

@@ -30,7 +30,6 @@ Per worker at most 16 compute times and 16 steps are kept.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -392,9 +391,10 @@ class JobView:
             for number, time_s in compute_s.items()
             if time_s is not None and self._workers[number].state not in GONE
         }
-        ordered = sorted(compared.values())
-        if len(ordered) < 2:
+        if len(compared) < 2:
             compared.clear()
+        fastest_s = min(compared.values(), default=0.0)
+        median_s = median_low(compared.values()) if compared else 0.0
         lines_s = self._lines_s()
         for number, worker in sorted(self._workers.items()):
             yield JobWorker(
@@ -408,8 +408,8 @@ class JobView:
                 step=worker.step,
                 epoch=worker.epoch,
                 compute_s=compute_s[number],
-                compute_ratio=_ratio_to_others(compared[number], ordered) if number in compared else None,
-                score=ordered[0] / compared[number] if number in compared else None,
+                compute_ratio=compared[number] / median_s if number in compared else None,
+                score=fastest_s / compared[number] if number in compared else None,
                 slow_since_step=worker.slow_from_step if worker.is_slow else None,
                 **_recent_times(worker),
                 steps=worker.steps,
@@ -445,18 +445,6 @@ class JobView:
             for number in pair:
                 best[number] = min(time_s, best.get(number, time_s))
         return best
-
-
-def _ratio_to_others(own_s: float, ordered: list[float]) -> float:
-    """Return a time over the median of the other ones.
-
-    Args:
-        own_s: one of `ordered`.
-        ordered: at least two times, ascending.
-    """
-    at, others = bisect_left(ordered, own_s), len(ordered) - 1
-    low, high = (place + (place >= at) for place in ((others - 1) // 2, others // 2))
-    return 2 * own_s / (ordered[low] + ordered[high])
 
 
 def _recent_times(worker: _Worker) -> dict[str, float | None]:
