@@ -150,10 +150,10 @@ class Terminal:
         """All text that was ever shown."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._received.decode(errors="ignore"))
 
-    def wait_for(self, text):
-        """Waits until the text is shown."""
+    def wait_for(self, text, times=1):
+        """Waits until the text was drawn so often."""
         limit_s = time.monotonic() + DEADLINE_S
-        while text not in self.screen:
+        while self.screen.count(text) < times:
             left_s = limit_s - time.monotonic()
             assert self._read(max(0.0, left_s)), f"{text!r} was never shown:\n{self.screen}"
 
@@ -190,7 +190,9 @@ def test_q_and_ctrl_c_end_the_display_of_a_job_that_runs(tmp_path):
     write_log(tmp_path / "log.jsonl")
     with Terminal(str(tmp_path)) as terminal:
         terminal.wait_for(SENTENCE)
-        terminal.press(b"xq")
+        terminal.press(b"x")
+        terminal.wait_for(SENTENCE, times=3)
+        terminal.press(b"q")
         assert terminal.end() == 0
     with Terminal(str(tmp_path)) as terminal:
         terminal.wait_for(SENTENCE)

@@ -100,7 +100,7 @@ class _Worker:
     """What is known of one worker; see `JobWorker`.
 
     Attributes:
-        round: of its last Ready as a member; None before the first.
+        round: of its last Ready; None before the first in the group.
         may_start: of its last StepPermit.
         averaging_steps: how many steps it makes until it waits for its next averaging; None if unknown.
         slow_count: see the module's docstring.
@@ -266,8 +266,7 @@ class JobView:
 
     def _on_ready(self, event: Ready) -> None:
         worker = self._train(event)
-        if not worker.is_excluded:
-            worker.round = event.round
+        worker.round = event.round
         if worker.averaging_steps:
             worker.averaging_steps -= 1
         self._add_compute(worker, event.compute_s)

@@ -47,10 +47,9 @@ class LogTail:
             OSError: a file cannot be read.
             ValueError: a file is no run log.
         """
+        is_replaced = self._is_replaced()  # before the read, which then has all of the old file
         lines = self._read()
-        if lines or not self._is_replaced():
-            return lines
-        return self._read() or self._read_next_part()  # lines may have come before it was replaced
+        return self._read_next_part() if is_replaced and not lines else lines
 
     def _read(self) -> list[bytes]:
         while self._file is not None and (data := self._file.read(_READ_BYTES)):
@@ -74,7 +73,7 @@ class LogTail:
         try:
             newest = self.path.stat()
         except FileNotFoundError:
-            return False  # it is being replaced, or was removed
+            return True
         if not os.path.samestat(newest, os.fstat(self._file.fileno())):
             return True
         return not self._header.startswith(os.pread(self._file.fileno(), len(self._header), 0))
