@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -27,7 +27,7 @@ from offbeat.errors import OffbeatError
 from offbeat.events import JobComplete
 from offbeat.runtime.processes.waiting import wait_until_readable
 from offbeat.strategies.registry import parse_strategy
-from offbeat.wire.log_file import LogWriter
+from offbeat.wire.log_file import LogWriter, log_part_path
 from support import group_training
 from support.job_events import finished, group, joined, lost, rounds, status_of, view_of
 from support.jobs import job
@@ -120,8 +120,22 @@ def test_the_command_prints_the_state_once_where_the_output_is_no_terminal(tmp_p
         assert capsys.readouterr().out.splitlines() == shown(200, capsys, monkeypatch)
 
 
-def write_log(path, entries=ENTRIES):
-    writer = LogWriter(path, {})
+def test_a_log_in_parts_is_shown_whole_and_another_job_in_its_place_anew(tmp_path, capsys):
+    log = tmp_path / "log.jsonl"
+    write_log(log_part_path(log, 1), ENTRIES[:5000])
+    write_log(log, ENTRIES[5000:], part=2)
+    assert main(["top", "--once", str(tmp_path)]) == 0
+    assert SENTENCE in capsys.readouterr().out
+
+    source = LogSource(log)
+    wait_until(lambda: source.status() == status_of(*ENTRIES) and not source.is_behind, "the whole log")
+    log_part_path(log, 1).unlink()
+    write_log(log, [joined(7)], job="another")
+    assert [one.worker for one in source.status().workers] == [7]
+
+
+def write_log(path, entries=ENTRIES, **header):
+    writer = LogWriter(path, header)
     for entry in entries:
         if hasattr(entry, "now_s"):
             writer.add_event(entry)
@@ -321,6 +335,19 @@ def test_a_server_that_fails_later_is_named_and_the_last_state_stays():
         assert source.status() == first
         assert "expected the state of a job as JSON" in source.trouble
         assert (source.status().workers, source.trouble) == ((), "")
+
+
+@pytest.mark.long
+def test_a_coordinator_that_has_ended_ends_the_display_with_the_last_state():
+    with ExitStack() as stack:
+        port = stack.enter_context(serving([(200, status_of(*ENTRIES).to_json())]))
+        with Terminal(f"127.0.0.1:{port}") as terminal:
+            terminal.wait_for(SENTENCE)
+            stack.close()
+            assert terminal.end() == 0
+    ended = terminal.screen.rpartition("PartialAllReduce: ")[2]
+    assert re.search(rf"127.0.0.1:{port} has not answered for 1\d s: Connection refused", ended)
+    assert "│ excluded │" in ended
 
 
 @pytest.mark.parametrize(

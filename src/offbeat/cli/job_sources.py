@@ -19,7 +19,7 @@ from offbeat.wire.log_tail import LogTail
 LOG_NAME: Final = "log.jsonl"
 JOB_PATH: Final = "/job"
 REQUEST_S: Final = 2.0
-UNANSWERED_S: Final = 30.0  # a coordinator that was killed is back within seconds
+UNANSWERED_S: Final = 10.0  # a coordinator that was killed is back within seconds
 _ANSWER_BYTES_MAX: Final = 64 * 1024 * 1024
 _RECEIVE_BYTES: Final = 256 * 1024
 
@@ -29,10 +29,12 @@ class JobSource(Protocol):
 
     Attributes:
         is_behind: there is more to read at once.
+        is_over: the job has ended, or its coordinator has gone: the state is the last one.
         trouble: why the state is an old one, "" if it is not.
     """
 
     is_behind: bool
+    is_over: bool
     trouble: str
 
     def status(self) -> JobStatus:
@@ -70,7 +72,7 @@ class LogSource:
     """Reads a run log as it grows."""
 
     def __init__(self, path: Path) -> None:
-        self.is_behind = True
+        self.is_behind, self.is_over = True, False
         self.trouble = ""
         self._tail, self._restarts = LogTail(path), 0
         self._view = JobView()
@@ -89,14 +91,20 @@ class LogSource:
         self.is_behind = bool(lines)
         if not self._tail.has_begun:
             raise OffbeatError(f"{self._tail.path} is empty: expected a run log")
-        return self._view.status()
+        status = self._view.status()
+        self.is_over = status.is_over and not self.is_behind
+        return status
 
 
 class HttpSource:
-    """Asks a coordinator that serves the state of its job (OFFBEAT_METRICS)."""
+    """Asks a coordinator that serves the state of its job (OFFBEAT_METRICS).
+
+    A coordinator ends with its job, mostly before it has been asked again: one that has answered and then
+    gives no answer for `UNANSWERED_S` is taken to have ended.
+    """
 
     def __init__(self, host: str, port: int) -> None:
-        self.is_behind = False
+        self.is_behind, self.is_over = False, False
         self.trouble = ""
         self._address = host, port
         self._last: JobStatus | None = None
@@ -108,6 +116,7 @@ class HttpSource:
         try:
             self._last = JobStatus.from_json(_get(host, port, JOB_PATH))
             self.trouble, self._answered_s = "", time.monotonic()
+            self.is_over = self._last.is_over
         except (OSError, ValueError) as error:
             silent_s = time.monotonic() - self._answered_s
             cause = (isinstance(error, OSError) and error.strerror) or str(error)
@@ -117,8 +126,7 @@ class HttpSource:
                     f"{host}:{port} does not answer as a job does: {cause}; does the job run, and its "
                     f"coordinator with OFFBEAT_METRICS={port}?"
                 ) from None
-            if silent_s > UNANSWERED_S:
-                raise OffbeatError(self.trouble) from None
+            self.is_over = silent_s > UNANSWERED_S
         return self._last
 
 

@@ -69,7 +69,7 @@ def top(
         last = status
     else:
         last = _show(source)
-    output.print_output(*make_view(last, columns=output.terminal_columns()))
+    output.print_output(*make_view(last, columns=output.terminal_columns(), trouble=source.trouble))
 
 
 def make_view(
@@ -164,8 +164,7 @@ def _show(source: JobSource) -> JobStatus:
             rows_max = max(_ROWS_MIN, display.lines - _LINES_AROUND)
             view = make_view(status, columns=display.columns, rows_max=rows_max, trouble=source.trouble)
             display.show(*view)
-            is_over = status.is_over and not source.is_behind
-            if is_over or is_quit(0.0 if source.is_behind else _PERIOD_S):
+            if source.is_over or is_quit(0.0 if source.is_behind else _PERIOD_S):
                 return status
             status = source.status()
 
