@@ -65,7 +65,7 @@ def _holding_up(
     slow: Sequence[JobWorker], compared: Sequence[JobWorker], coordination: Coordination
 ) -> Diagnosis | None:
     blamed = [one for one in slow if not (one.is_excluded or one.is_skipped)]
-    others = [one for one in compared if one not in slow and not one.is_excluded]
+    others = [one for one in compared if _ratio(one) < SLOW_RATIO and not one.is_excluded]
     if not blamed or not others:
         return None
     saving = _saving(blamed, others) if coordination == "rounds" else _median_wait(others)

@@ -341,12 +341,15 @@ class JobView:
     def status(self) -> JobStatus:
         """Return the state of the job after the last entry; it costs some microseconds a worker."""
         members = self._present_members()
-        workers = tuple(self._job_workers(members))
+        workers = tuple(self._job_workers(frozenset(members)))
         training = [one for one in workers if one.state in ("training", "waiting", "preempted")]
         if not training:
             training = [one for one in workers if one.state == "finished" and not one.is_excluded]
         steps_s = [one.step_s for one in training if one.step_s is not None]
         rates = [one.samples_per_s for one in training if one.samples_per_s is not None]
+        exclusions: Counter[str] = Counter()
+        for one in workers:
+            exclusions.update(one.exclusions)
         return JobStatus(
             now_s=self._now_s,
             strategy=self._strategy,
@@ -359,7 +362,7 @@ class JobView:
             step_s=median(steps_s) if steps_s else None,
             samples_per_s=sum(rates) if rates else None,
             members=members,
-            exclusions=dict(sum((Counter(one.exclusions) for one in workers), Counter())),
+            exclusions=dict(exclusions),
             deaths=sum(one.state in ("lost", "failed", "rejected") for one in workers),
             newcomers=sum(one.is_newcomer for one in workers),
             workers=workers,
@@ -381,9 +384,10 @@ class JobView:
         newest = max(rounds.values(), default=0)
         return tuple(sorted(number for number, round_ in rounds.items() if round_ >= newest - 1))
 
-    def _job_workers(self, members: tuple[int, ...]) -> Iterator[JobWorker]:
+    def _job_workers(self, members: frozenset[int]) -> Iterator[JobWorker]:
         working = [self._workers[one].round for one in members if self._workers[one].state != "finished"]
         rounds = [round_ for round_ in working if round_ is not None]
+        slowest_round, newest_round = min(rounds, default=0), max(rounds, default=0)
         compute_s = {number: one.median_s() for number, one in self._workers.items()}
         compared = {
             number: time_s
@@ -398,7 +402,7 @@ class JobView:
         for number, worker in sorted(self._workers.items()):
             yield JobWorker(
                 worker=number,
-                state=self._state_of(number, worker, members, min(rounds, default=0)),
+                state=self._state_of(number, worker, members, slowest_round),
                 why=worker.why,
                 host=worker.host,
                 is_newcomer=worker.is_newcomer,
@@ -417,12 +421,11 @@ class JobView:
                 line_s=lines_s.get(number),
                 exclusions=dict(worker.exclusions),
                 skipped_rounds=worker.skipped_rounds,
-                is_skipped=worker.skipped_round is not None
-                and worker.skipped_round > max(rounds, default=0) - RECENT,
+                is_skipped=worker.skipped_round is not None and worker.skipped_round > newest_round - RECENT,
             )
 
     def _state_of(
-        self, number: int, worker: _Worker, members: tuple[int, ...], slowest_round: int
+        self, number: int, worker: _Worker, members: frozenset[int], slowest_round: int
     ) -> WorkerState:
         if worker.state != "training":
             return worker.state
