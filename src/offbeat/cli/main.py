@@ -402,6 +402,16 @@ def replay(
         )
 
 
+@app.command()
+def log_schema() -> None:
+    """Print the JSON Schema of a run log's lines (draft 2020-12), for programs that read run logs."""
+    import msgspec
+
+    from offbeat.wire import log_file
+
+    print(msgspec.json.format(msgspec.json.encode(log_file.log_schema())).decode())
+
+
 app.command()(simulation.simulate)
 app.command()(top.top)
 

@@ -6,6 +6,7 @@ fields, within their ranges, are refused with a `ProtocolError`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
@@ -84,7 +85,14 @@ def _struct_of(kind: type, *, is_received: bool = False) -> type[msgspec.Struct]
     columns = _columns(kind)
     if is_received:
         columns = [("now_s", float | None, None), *(one for one in columns if one[0] != "now_s")]
-    return msgspec.defstruct(kind.__name__, columns, tag=kind.__name__, tag_field="type", **_STRUCT_OPTIONS)
+    return msgspec.defstruct(
+        kind.__name__,
+        columns,
+        namespace=_namespace(kind),
+        tag=kind.__name__,
+        tag_field="type",
+        **_STRUCT_OPTIONS,
+    )
 
 
 @cache
@@ -129,9 +137,19 @@ def _constrained(hint: Any) -> Any:
         (part,) = (one for one in get_args(hint) if one is not type(None))
         return _constrained(part) | None
     if is_dataclass(hint):
-        return msgspec.defstruct(cast(type, hint).__name__, _columns(cast(type, hint)), **_STRUCT_OPTIONS)
+        return _struct_of_part(cast(type, hint))
     assert hint is str, f"events and actions hold no {hint}"
     return str
+
+
+@cache  # a schema has one struct of a name
+def _struct_of_part(kind: type) -> type[msgspec.Struct]:
+    """Derive the struct of a dataclass that events and actions hold."""
+    return msgspec.defstruct(kind.__name__, _columns(kind), namespace=_namespace(kind), **_STRUCT_OPTIONS)
+
+
+def _namespace(kind: type) -> dict[str, Any]:
+    return {"__doc__": inspect.getdoc(kind)}  # which becomes its description in a schema
 
 
 def _defaults(kind: Any) -> list[tuple[str, Any]]:
@@ -243,6 +261,11 @@ def decode_json(line: bytes) -> Event | Action:
         return _build(_line_decoder.decode(line))
     except MALFORMED as error:
         raise ProtocolError(f"expected an event or action: {error}") from None
+
+
+def entry_schema() -> dict[str, Any]:
+    """Return the JSON Schema of an event or action as a line of JSON."""
+    return msgspec.json.schema(_EntryStruct)
 
 
 def encode_events(events: Sequence[Event]) -> bytes:

@@ -24,7 +24,15 @@ import msgspec
 
 from offbeat.errors import ProtocolError
 from offbeat.events import Action, Event
-from offbeat.wire.codec import MALFORMED, PlainEntry, append_json, decode_json, is_event, to_plain
+from offbeat.wire.codec import (
+    MALFORMED,
+    PlainEntry,
+    append_json,
+    decode_json,
+    entry_schema,
+    is_event,
+    to_plain,
+)
 
 LOG_VERSION: Final = 4
 _BUFFER_BYTES_MAX: Final = 64 * 1024
@@ -32,6 +40,35 @@ _HEADER_BYTES_MAX: Final = 64 * 1024 * 1024  # a file that is no log may be one 
 _VERSION_KEY: Final = "offbeat_log"
 EVENTS_BEFORE_KEY: Final = "events_before"
 _LOG_BEGINS: Final = f'{{"{_VERSION_KEY}":'.encode()
+
+
+def log_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a line of a run log: its header, an event or an action."""
+    schema = entry_schema()
+    header = {
+        "title": "Header",
+        "description": "The first line of a run log, or of one part of it.",
+        "type": "object",
+        "properties": {
+            _VERSION_KEY: {"const": LOG_VERSION},
+            "policies": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string"}, "arguments": {"type": "object"}},
+                    "required": ["path"],
+                },
+            },
+            EVENTS_BEFORE_KEY: {"type": "integer", "minimum": 0},
+        },
+        "required": [_VERSION_KEY, "policies"],
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A line of an offbeat run log",
+        "anyOf": [{"$ref": "#/$defs/Header"}, *schema["anyOf"]],
+        "$defs": {"Header": header, **schema["$defs"]},
+    }
 
 
 class LogWriter:
