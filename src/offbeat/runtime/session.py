@@ -64,6 +64,7 @@ from offbeat.runtime.training.partial_step import optimizer_step_mode
 from offbeat.runtime.training.session_loader import SessionLoader
 from offbeat.runtime.training.state_copy import TrainingPosition
 from offbeat.runtime.training.step_hooks import StepHooks
+from offbeat.runtime.training.step_times import StepMeans
 from offbeat.runtime.training.timing import PartTimer
 from offbeat.runtime.training.tracing import Tracer
 from offbeat.runtime.training.trained import SeveralModels, TrainingState
@@ -223,6 +224,7 @@ class Session:
         self._trained, self._strategy = trained, strategy
         self._steps_taken = 0  # by this worker alone, also while it is excluded from the group
         self._losses: list[float] = []
+        self._means = StepMeans()
         self._slowness = _read_slowness(environment)
         self._signals = PreemptionSignals()
         self._is_preempted = self._has_seen_preemption = self._has_trained = False
@@ -569,6 +571,24 @@ class Session:
         plain = {name: float(value) for name, value in metrics.items()}
         self.send_event(Evaluated(now_s=0.0, worker=self.worker, epoch=self.epoch, metrics=plain))
 
+    def metrics(self) -> dict[str, float]:
+        """Return the means of this worker's steps since the last call, for what logs a dict and a step.
+
+            if session.step % 100 == 0 and session.is_leader:
+                mlflow.log_metrics(session.metrics(), step=session.step)  # or wandb.log, with the same
+
+        Calls between two steps return the same. For figures of all workers, call it on all of them and reduce
+        it: `session.reduce(session.metrics(), "max")`.
+
+        Returns:
+            By name, the same on all workers: `offbeat/step_s`, the wall time of a step in seconds, and its
+            parts, which sum to it: `offbeat/compute_s`, `offbeat/wait_s`, … (see `PartTimer`);
+            `offbeat/samples_per_s` of this worker; and `offbeat/members`, the number of workers that train
+            together now. Times are 0 before the first step.
+        """
+        figures = {**self._means.read(), "members": float(len(self.members))}
+        return {f"offbeat/{name}": value for name, value in figures.items()}
+
     def barrier(self) -> None:
         """Wait until all workers have called this.
 
@@ -787,14 +807,14 @@ class Session:
         self._has_trained = True
         self._is_preempted |= self._synchronizer.is_preempted
         wall_s, parts_s = self.timer.lap()
-        self._job.queue_times(
-            StepTimes(
-                step=step,
-                samples=self.samples,
-                wall_s=wall_s,
-                **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
-            )
+        times = StepTimes(
+            step=step,
+            samples=self.samples,
+            wall_s=wall_s,
+            **{f"{part}_s": spent_s for part, spent_s in parts_s.items()},
         )
+        self._means.add(times)
+        self._job.queue_times(times)
         self._source.on_step_end()
         self._losses.clear()
         self._trace()

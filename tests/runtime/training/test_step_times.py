@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from offbeat.events import Event, Finished, StepsTimed
-from offbeat.runtime.training.step_times import STEPS_MAX, WALL_S_MAX, StepTimesBuffer
+from offbeat.runtime.training.step_times import STEPS_MAX, WALL_S_MAX, StepMeans, StepTimesBuffer
 from support.every_event import CLOCKED
 from support.round_events import ready, times_of_step
 
@@ -55,3 +55,16 @@ def test_what_is_left_at_the_end_is_one_event():
     buffer.add(times_of_step(1, wall_s=0.0))
     assert steps_of(buffer.pop_all(WORKER)) == [[0, 1]]
     assert buffer.pop_all(WORKER) == []
+
+
+def test_means_are_those_of_the_steps_since_they_were_read_at_an_earlier_step():
+    means = StepMeans()
+    assert set(means.read().values()) == {0.0}
+    for step, wall_s in ((0, 1.0), (1, 3.0)):
+        means.add(times_of_step(step, wall_s=wall_s))
+    first = means.read()
+    assert first["step_s"] == 2.0
+    assert first["samples_per_s"] == 2 * times_of_step(0, wall_s=1.0).samples / 4.0
+    assert means.read() == first
+    means.add(times_of_step(2, wall_s=8.0))
+    assert means.read()["step_s"] == 8.0
