@@ -78,7 +78,8 @@ ROOMS = {
     "runtime": {
         "processes": (),
         "transport": ("processes",),
-        "control": ("processes", "transport"),
+        "monitoring": ("processes", "transport"),
+        "control": ("processes", "transport", "monitoring"),
         "devices": ("processes",),
         "nimble": ("processes",),
         "collectives": ("processes", "transport", "devices"),

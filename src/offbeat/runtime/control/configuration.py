@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
+from offbeat.runtime.monitoring.settings import MonitoringSettings
+
 COORDINATOR: Final = "coordinator"  # the name of its node
 PARAMETER_SERVER_PATH: Final = "offbeat.policies.ps.manager:PsManager"  # the policy of a job that has one
 
@@ -27,6 +29,7 @@ class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         log_path: path of the run log, None for no log.
         log_bytes_max: size limit of the log in bytes, all parts together; None for one file without a limit.
         log_header: further plain data for the log's header.
+        monitoring: where it shows the running job.
         tick_s: interval of the policies' Tick events, in seconds.
         silent_s: a worker from which nothing was received for this many seconds is lost.
         linger_s: how long after its start, in seconds, a coordinator that has not started the job stays for
@@ -43,6 +46,7 @@ class CoordinatorConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     log_path: str | None = None
     log_bytes_max: int | None = None
     log_header: dict[str, Any] = {}
+    monitoring: MonitoringSettings = MonitoringSettings()
     tick_s: float = 0.25
     silent_s: float = 10.0
     linger_s: float = 30.0

@@ -62,6 +62,8 @@ from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.control.unacked import UnackedActions
+from offbeat.runtime.monitoring.opening import listen_for_http, open_publisher
+from offbeat.runtime.monitoring.publisher import Publisher
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
@@ -160,6 +162,8 @@ class Coordinator:
         self._endpoint: Endpoint | None = None
         self._tls = load_tls()
         self.journal = Journal() if journal is None else journal
+        self._http = listen_for_http(configuration.monitoring)
+        self._publisher: Publisher | None = None
         self._log = self._open_log()
         self._log_start = self._log.position
         self._listeners = places.listen(configuration.host) if listeners is None else listeners
@@ -173,8 +177,11 @@ class Coordinator:
         Raises:
             OffbeatError: the journal of an earlier coordinator of this job cannot be replayed.
         """
-        self._restore()
         configuration = self._configuration
+        self._publisher = open_publisher(configuration.monitoring, self._http)
+        self._restore()
+        if self._publisher is not None:
+            self._publisher.start()
         self._endpoint = Endpoint(
             COORDINATOR,
             job=configuration.job,
@@ -207,6 +214,8 @@ class Coordinator:
         finally:
             self._endpoint.close()
             self._log.close()
+            if self._publisher is not None:
+                self._publisher.close()
 
     def _is_over(self) -> bool:
         have_all_joined = 0 < self._expected_workers <= len(self._peers)
@@ -411,7 +420,7 @@ class Coordinator:
         outgoing = self._outgoing(event, peer, actions)
         encoded_news = [encode_action(to_plain(action)) for action in outgoing[len(actions) :]]
         self.journal.append(encode_record(peer, plain, _answers(encoded)))
-        self._write(plain, plain_actions)
+        self._record(event, actions, plain, plain_actions)
         if outgoing:
             self._dispatch(outgoing, encoded + encoded_news)
         if (
@@ -599,7 +608,7 @@ class Coordinator:
                     f"{before}, and returns {plain_actions} now: start it with the version of offbeat that "
                     "wrote the journal"
                 )
-            self._write(plain, plain_actions)
+            self._record(event, actions, plain, plain_actions)
             self._dispatch(self._outgoing(event, peer, actions), encoded)
         if last_s > -math.inf:
             self._clock_offset_s = last_s - time.monotonic()
@@ -671,11 +680,15 @@ class Coordinator:
         self.journal.append(_LOG_ENDED)
         self.journal.flush()
 
-    def _write(self, event: PlainEntry, actions: Sequence[dict[str, Any]]) -> None:
-        """Add plain data to the log, which must not get ahead of the journal."""
+    def _record(
+        self, event: Event, actions: list[Action], plain: PlainEntry, plain_actions: Sequence[dict[str, Any]]
+    ) -> None:
+        """Add an event and its actions to the log, which must not get ahead of the journal."""
         if self._log.is_buffer_full:
             self.journal.flush()
-        self._log.write_event(event, actions)
+        self._log.write_event(plain, plain_actions)
+        if self._publisher is not None:
+            self._publisher.put(event, actions)
 
     def _flush(self) -> None:
         self.journal.flush()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from offbeat.errors import OffbeatError, describe_os_error
+from offbeat.runtime.monitoring.settings import MonitoringSettings
 from offbeat.runtime.transport.addresses import parse_address, split_host_and_port
 from offbeat.runtime.transport.tls import TlsCredentials, load_credentials
 
@@ -26,6 +27,9 @@ START_S_VARIABLE = "OFFBEAT_START_S"
 SERVERS_VARIABLE = "OFFBEAT_SERVERS"
 SERVERS_APART_VARIABLE = "OFFBEAT_SERVERS_APART"
 TRACE_VARIABLE = "OFFBEAT_TRACE"
+METRICS_VARIABLE = "OFFBEAT_METRICS"
+TENSORBOARD_VARIABLE = "OFFBEAT_TENSORBOARD"
+SPANS_VARIABLE = "OFFBEAT_SPANS"
 _RUN_ID = "TORCHELASTIC_RUN_ID"
 _ATTEMPTS = (ATTEMPT_VARIABLE, "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")  # the first that is set
 DEFAULT_JOB = "job"  # the name of a job without one, where no worker starts the coordinator
@@ -58,6 +62,7 @@ class Environment:
         slowdowns: slowdowns to inject, in the syntax of `--slow`.
         run_log: where the run log goes, None for no log.
         run_log_bytes_max: limit on all its parts together; None for one file without a limit.
+        monitoring: where the coordinator shows the running job.
         seed: the seed of the data order.
         trace: the folder to write this worker's trace to, and the first step to trace; None for no trace.
         start_s: how long the job's start may take, in seconds: the last worker may arrive so long after the
@@ -82,6 +87,7 @@ class Environment:
     slowdowns: tuple[str, ...] = ()
     run_log: str | None = None
     run_log_bytes_max: int | None = None
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
     seed: int = 0
     trace: tuple[str, int] | None = None
     start_s: float = 30.0
@@ -149,6 +155,11 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Environment:
         run_log_bytes_max=_int(environ, RUN_LOG_BYTES_MAX_VARIABLE, 0)
         if environ.get(RUN_LOG_BYTES_MAX_VARIABLE)
         else None,
+        monitoring=MonitoringSettings(
+            http=_http_address(environ),
+            tensorboard=environ.get(TENSORBOARD_VARIABLE) or None,
+            spans_every=_spans_every(environ),
+        ),
         seed=_int(environ, SEED_VARIABLE, 0),
         trace=_trace(environ),
         start_s=_seconds(environ, START_S_VARIABLE, Environment.start_s),
@@ -268,6 +279,27 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 def _job_name(environ: Mapping[str, str]) -> str | None:
     run_id = environ.get(_RUN_ID)
     return environ.get(JOB_VARIABLE) or (None if run_id == _NO_RUN_ID else run_id) or None
+
+
+def _http_address(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    text = environ.get(METRICS_VARIABLE)
+    if not text:
+        return None
+    try:
+        return split_host_and_port(text if ":" in text else f"127.0.0.1:{text}")
+    except ValueError:
+        raise OffbeatError(
+            f"{METRICS_VARIABLE} must be [HOST:]PORT with a port from 0 to 65535, got {text!r}"
+        ) from None
+
+
+def _spans_every(environ: Mapping[str, str]) -> int | None:
+    if not environ.get(SPANS_VARIABLE):
+        return None
+    steps = _int(environ, SPANS_VARIABLE, 1)
+    if steps < 1:
+        raise OffbeatError(f"expected {SPANS_VARIABLE} of at least 1 (spans of every step), got {steps}")
+    return steps
 
 
 def _trace(environ: Mapping[str, str]) -> tuple[str, int] | None:

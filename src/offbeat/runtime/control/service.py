@@ -159,6 +159,8 @@ class ServiceCoordinator(Coordinator):
         self._expected_workers = 0
         self._has_started = self._has_finished = False
         self._log.close()
+        if self._publisher is not None:
+            self._publisher.begin_job()
 
     def _configure(self, request: JobRequest, policies: list[Policy]) -> None:
         """Set the policies, and what else a request says of its job."""
@@ -278,6 +280,7 @@ def run_service(bind: str, environment: Environment, *, state: Path | None) -> i
         policies=(),
         log_path=None if log is None else os.path.abspath(log),
         log_bytes_max=environment.run_log_bytes_max,
+        monitoring=environment.monitoring,
     )
     coordinator = ServiceCoordinator(configuration, listeners=listeners, journal=journal)
     for number in (signal.SIGINT, signal.SIGTERM):  # a folder has all that a successor needs

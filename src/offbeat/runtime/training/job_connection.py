@@ -216,6 +216,7 @@ def _coordinator_configuration(
         policies=(*policies, _VALIDATION, _PREEMPTION, gathering),
         log_path=None if log is None else os.path.abspath(log),
         log_bytes_max=environment.run_log_bytes_max,
+        monitoring=environment.monitoring,
         log_header={
             "world": environment.world,
             "strategy": str(strategy),

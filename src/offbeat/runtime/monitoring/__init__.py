@@ -1,0 +1,1 @@
+"""Figures of a running job for monitoring systems: Prometheus, TensorBoard, OpenTelemetry."""
