@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from offbeat.runtime.monitoring.http_server import CONNECTIONS_MAX, HttpServer, Page
+from offbeat.runtime.processes.waiting import wait_until_readable
 from offbeat.runtime.transport.addresses import listen_at
 
 DEADLINE_S = 20.0
@@ -74,6 +75,7 @@ def test_silent_clients_are_refused_beyond_a_number_and_lose_their_connections()
         silent = [socket.create_connection(("127.0.0.1", port), DEADLINE_S) for _ in range(CONNECTIONS_MAX)]
         one_more = socket.create_connection(("127.0.0.1", port), DEADLINE_S)
         assert is_closed(one_more)
+        assert not any(wait_until_readable(connection.fileno(), 0.0) for connection in silent)
         silent[0].send(b"GET /te")  # half a request does not count
         assert all(map(is_closed, silent))
         assert ask(port, "/text")[0] == 200
