@@ -4,6 +4,7 @@ import pytest
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.environment import coordinator_address, parse_bind, read_environment, read_token
+from offbeat.runtime.monitoring.settings import MonitoringSettings
 
 PLACE = {"RANK": "1", "WORLD_SIZE": "3"}
 
@@ -95,3 +96,27 @@ def test_the_secret_is_that_of_the_file_whatever_its_last_line_end(tmp_path):
     for path, words in ((empty, "found an empty file"), (tmp_path / "none", "cannot read the job's secret")):
         with pytest.raises(OffbeatError, match=words):
             read_token(str(path))
+
+
+def test_where_a_job_is_shown_is_read_from_its_variables():
+    assert read_environment({}).monitoring == MonitoringSettings()
+    shown = {"OFFBEAT_METRICS": "9400", "OFFBEAT_TENSORBOARD": "board", "OFFBEAT_SPANS": "10"}
+    assert read_environment(shown).monitoring == MonitoringSettings(
+        http=("127.0.0.1", 9400), tensorboard="board", spans_every=10
+    )
+    assert read_environment({"OFFBEAT_METRICS": "[::]:0"}).monitoring.http == ("::", 0)
+    assert read_environment(dict.fromkeys(shown, "")).monitoring == MonitoringSettings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("OFFBEAT_METRICS", "port", r"must be \[HOST:\]PORT with a port from 0 to 65535, got 'port'"),
+        ("OFFBEAT_METRICS", "host:65536", r"must be \[HOST:\]PORT"),
+        ("OFFBEAT_SPANS", "0", "at least 1"),
+        ("OFFBEAT_SPANS", "some", "must be a whole number"),
+    ],
+)
+def test_what_does_not_say_where_to_show_a_job_is_refused(variable, value, words):
+    with pytest.raises(OffbeatError, match=f"{variable}.*{words}"):
+        read_environment({variable: value})

@@ -19,7 +19,7 @@ from offbeat.wire.job_status import JobStatus
 from offbeat.wire.job_view import TIME_PARTS
 from offbeat.wire.log_file import log_schema
 from support import group_training
-from support.coordinator_process import running_job
+from support.coordinator_process import coordinator, running_job
 from support.jobs import job
 from support.newcomer_training import Gate, pass_gate
 from support.processes import find_free_port
@@ -125,6 +125,19 @@ def test_a_port_that_is_taken_costs_one_line_and_not_the_training():
     with taken, running_job(2, monitoring=MonitoringSettings(http=(host, port))) as (process, peers):
         (line,) = leave_in_order(peers, process)
     assert line.startswith(f"offbeat: no metrics are served: cannot listen on {host}:{port}: ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "package", "extra"),
+    [
+        (MonitoringSettings(tensorboard="board"), "tensorboard", "tensorboard"),
+        (MonitoringSettings(spans_every=1), "opentelemetry.exporter.otlp.proto.http", "otel"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_the_job_begins(settings, package, extra):
+    hidden = f"import sys; sys.modules[{package!r}] = None"
+    with coordinator(2, prelude=hidden, monitoring=settings) as process:
+        assert process.answer["error"].endswith(f'pip install "offbeat[{extra}]"')
 
 
 def test_a_port_that_the_system_chooses_is_printed():

@@ -62,7 +62,7 @@ from offbeat.runtime.control.peer_table import PeerRecord, PeerTable
 from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.control.unacked import UnackedActions
-from offbeat.runtime.monitoring.opening import listen_for_http, open_publisher
+from offbeat.runtime.monitoring.opening import check_extras, listen_for_http, open_publisher
 from offbeat.runtime.monitoring.publisher import Publisher
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
@@ -132,6 +132,7 @@ class Coordinator:
 
     Raises:
         ValueError: the configuration is invalid.
+        OffbeatError: a package that the configuration needs is not installed.
         OSError: it cannot listen on the host, or cannot begin the log.
 
     Size: an event is received, decided on, recorded in journal and log, and answered, in this order and
@@ -162,6 +163,7 @@ class Coordinator:
         self._endpoint: Endpoint | None = None
         self._tls = load_tls()
         self.journal = Journal() if journal is None else journal
+        check_extras(configuration.monitoring)
         self._http = listen_for_http(configuration.monitoring)
         self._publisher: Publisher | None = None
         self._log = self._open_log()

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Final
 
-from offbeat.errors import describe_os_error
+from offbeat.errors import OffbeatError, describe_os_error
 from offbeat.runtime.monitoring.prometheus import CONTENT_TYPE, to_prometheus
-from offbeat.runtime.monitoring.publisher import Publisher, print_line
+from offbeat.runtime.monitoring.publisher import Publisher, Sink, print_line
 from offbeat.runtime.monitoring.settings import MonitoringSettings
+from offbeat.runtime.monitoring.spans import open_spans
+from offbeat.runtime.monitoring.tensorboard import TensorBoardSink
 from offbeat.runtime.transport.addresses import listen_at
+
+_TENSORBOARD: Final = "tensorboard"
+_OPENTELEMETRY: Final = "opentelemetry.exporter.otlp.proto.http"
+
+
+def check_extras(settings: MonitoringSettings) -> None:
+    """Check that the packages that the settings need are installed.
+
+    Raises:
+        OffbeatError: one is not.
+    """
+    if settings.tensorboard is not None and not _is_installed(_TENSORBOARD):
+        raise OffbeatError('TensorBoard\'s event files need: pip install "offbeat[tensorboard]"')
+    if settings.spans_every is not None and not _is_installed(_OPENTELEMETRY):
+        raise OffbeatError('spans of OpenTelemetry need: pip install "offbeat[otel]"')
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # not even its parent is
+        return False
 
 
 def listen_for_http(settings: MonitoringSettings) -> socket.socket | None:
@@ -32,11 +59,24 @@ def open_publisher(settings: MonitoringSettings, listener: socket.socket | None)
         settings: where the job is shown.
         listener: from `listen_for_http`.
     """
-    if listener is None:
+    sinks = _sinks(settings)
+    if listener is None and not sinks:
         return None
-    publisher = Publisher({})
-    _serve_http(publisher, listener)
+    publisher = Publisher(sinks)
+    if listener is not None:
+        _serve_http(publisher, listener)
     return publisher
+
+
+def _sinks(settings: MonitoringSettings) -> dict[str, Callable[[], Sink]]:
+    """Return what makes each sink; their packages are imported then."""
+    folder, every = settings.tensorboard, settings.spans_every
+    sinks: dict[str, Callable[[], Sink]] = {}
+    if folder is not None:
+        sinks["TensorBoard"] = lambda: TensorBoardSink(folder)
+    if every is not None:
+        sinks["OpenTelemetry"] = lambda: open_spans(every)
+    return sinks
 
 
 def _serve_http(publisher: Publisher, listener: socket.socket) -> None:
