@@ -61,12 +61,18 @@ def test_tensorboard_gets_the_figures_of_the_state_by_its_step(tmp_path):
     viewed.add(joined(0))
     viewed.add(StepsTimed(now_s=1.0, worker=0, steps=(times_of_step(6, wall_s=0.5, wait_s=0.25),)))
     viewed.add(replace(ready(0, 7), step=7))
-    expected = to_scalars(viewed.view.status())
+    first = to_scalars(viewed.view.status())
+    for step in (8, 9):  # at most a point a second, and one at the end
+        viewed.add(replace(ready(0, step), step=step))
+    last = to_scalars(viewed.view.status())
     viewed.sink.close()
     found = scalars_in(tmp_path)
-    assert found == {tag: [(7, value)] for tag, value in expected.items()}
-    assert found["offbeat step_s/worker 0"] == [(7, 0.5)]
-    assert found["offbeat wait_share/worker 0"] == [(7, 0.5)]
+    assert found.keys() == last.keys()
+    for point, step, figures in ((0, 7, first), (-1, 9, last)):
+        for tag, value in figures.items():
+            assert found[tag][point] == (step, pytest.approx(value))
+    assert found["offbeat step_s/worker 0"][0] == (7, 0.5)
+    assert found["offbeat wait_share/worker 0"][0] == (7, 0.5)
 
 
 def test_a_folder_of_a_real_job_has_points_of_every_worker(tmp_path):
