@@ -20,8 +20,9 @@ from offbeat.wire.job_view import TIME_PARTS
 from offbeat.wire.log_file import log_schema
 from support import group_training
 from support.coordinator_process import coordinator, running_job
+from support.coordinator_service import service
 from support.jobs import job
-from support.newcomer_training import Gate, pass_gate
+from support.newcomer_training import GATE, Gate, pass_gate
 from support.processes import find_free_port
 from support.run_logs import entries_of, groups_of, step_times, wait_until
 
@@ -108,6 +109,30 @@ def test_metrics_of_a_job_with_a_slow_and_a_killed_worker_are_those_of_its_log(t
     schema = Draft202012Validator(log_schema())
     for line in gate.log.read_text().splitlines():
         schema.validate(json.loads(line))
+
+
+@pytest.mark.long
+def test_a_coordinator_apart_takes_its_port_again_and_shows_the_next_attempt(tmp_path, monkeypatch):
+    port = find_free_port()
+    monkeypatch.setenv("OFFBEAT_METRICS", str(port))
+    with Gate(tmp_path) as gate, service(tmp_path, log=gate.log) as coordinator:
+        env = {**coordinator.env, GATE: gate.env[GATE]}
+        with job(train_to_gate, 2, env=env) as running:
+            running.receive(0, 1)
+            wait_until(lambda: are_those_of(gate.log, port), "the figures of the log")
+            coordinator.kill()
+            assert ask(port, "/metrics") is None
+            coordinator.start()
+            wait_until(lambda: are_those_of(gate.log, port), "the figures of the log again")
+            for rank in range(2):
+                place = {"OFFBEAT_NEWCOMER": "auto", "RANK": str(rank), "WORLD_SIZE": "2"}
+                running.add(train_to_gate, env={**place, "OFFBEAT_ATTEMPT": "1"})
+            running.receive(2, 3)
+            wait_until(lambda: are_those_of(gate.log, port), "the figures of the next attempt's log")
+            gate.open()
+            ended = running.ends()
+        assert coordinator.ended()[0] == 0
+    assert [one.error for one in ended[2:]] == [None, None]
 
 
 def leave_in_order(peers, process):
