@@ -5,7 +5,8 @@ A real coordinator, with its journal and a run log, serves workers that only spe
 time, its supervisor's included, divided by the steps of all workers: wall time would depend on how fast the
 workers are, which share the machine. An event is reported for each step, that the gradients are ready (on a
 parameter server, that the step is finished), and one with the times of ten steps of 0.1 s; where samples are
-assigned, the coordinator answers with a block, on a parameter server with a permit.
+assigned, the coordinator answers with a block, on a parameter server with a permit. OFFBEAT_METRICS=0 in the
+environment measures the same while the coordinator shows the job.
 
 The start takes from the start of the coordinator's process until every worker knows all others and may begin
 its first step. To compare with DDP, real workers are started by torchrun on this machine, by turns for `bsp`
@@ -31,6 +32,7 @@ from benchmarks.workers import print_progress
 from offbeat.cli.result import Result
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.configuration import CoordinatorConfiguration
+from offbeat.runtime.control.environment import read_environment
 from offbeat.runtime.control.journal import JournalContent, parse_journal
 from offbeat.runtime.control.starting import new_job_id_and_token, start_coordinator
 from offbeat.runtime.training import job_connection
@@ -152,6 +154,7 @@ def _configuration(strategy: str, workers: int, log: Path) -> CoordinatorConfigu
         policies=(*policies, job_connection._VALIDATION, job_connection._PREEMPTION),
         log_path=str(log),
         log_header={"world": workers, "strategy": strategy},
+        monitoring=read_environment().monitoring,
         silent_s=_SILENT_S,
     )
 

@@ -326,7 +326,8 @@ def coordinator(
     Workers find it by OFFBEAT_COORDINATOR=HOST:PORT, or by OFFBEAT_COORDINATOR=file:///DIR/address at
     whatever address it is, and then need no MASTER_ADDR: none of them, and none of their hosts, is needed by
     the others any more. OFFBEAT_JOB (the job's name), OFFBEAT_TOKEN_FILE (a file with the job's secret),
-    OFFBEAT_RUN_LOG and OFFBEAT_RUN_LOG_BYTES_MAX are read here as in a worker.
+    OFFBEAT_RUN_LOG, OFFBEAT_RUN_LOG_BYTES_MAX, OFFBEAT_METRICS, OFFBEAT_TENSORBOARD and OFFBEAT_SPANS are
+    read here as in a worker.
     """
     from offbeat.runtime.control.service import run_service
 
