@@ -22,7 +22,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TextIO, TypeAlias, cast, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    NamedTuple,
+    TextIO,
+    TypeAlias,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
 import msgspec
 
@@ -63,7 +73,6 @@ from offbeat.runtime.control.run_log import LogPosition, RunLog
 from offbeat.runtime.control.starting import failure_answer, read_configuration, write_answer
 from offbeat.runtime.control.unacked import UnackedActions
 from offbeat.runtime.monitoring.opening import check_extras, listen_for_http, open_publisher
-from offbeat.runtime.monitoring.publisher import Publisher
 from offbeat.runtime.processes.supervisor import supervise
 from offbeat.runtime.transport import addresses as places
 from offbeat.runtime.transport.endpoint import UNREACHABLE_S, Endpoint
@@ -80,6 +89,9 @@ from offbeat.wire.codec import (
     to_plain,
 )
 from offbeat.wire.replay import build_policy
+
+if TYPE_CHECKING:
+    from offbeat.runtime.monitoring.publisher import Publisher
 
 _ITEMS_PER_SEND = 64  # of what was received together; then the actions so far are sent
 # Up to so many peers, a snapshot replaces the journal every `journal_events_max` events; with more, the state
