@@ -574,15 +574,17 @@ class Session:
     def metrics(self) -> dict[str, float]:
         """Return the means of this worker's steps since the last call, for what logs a dict and a step.
 
+        For MLflow, or Weights & Biases with `wandb.log`:
+
             if session.step % 100 == 0 and session.is_leader:
-                mlflow.log_metrics(session.metrics(), step=session.step)  # or wandb.log, with the same
+                mlflow.log_metrics(session.metrics(), step=session.step)
 
         Calls between two steps return the same. For figures of all workers, call it on all of them and reduce
         it: `session.reduce(session.metrics(), "max")`.
 
         Returns:
             By name, the same on all workers: `offbeat/step_s`, the wall time of a step in seconds, and its
-            parts, which sum to it: `offbeat/compute_s`, `offbeat/wait_s`, … (see `PartTimer`);
+            parts, which sum to it: `offbeat/compute_s`, `offbeat/wait_s`, …;
             `offbeat/samples_per_s` of this worker; and `offbeat/members`, the number of workers that train
             together now. Times are 0 before the first step.
         """
