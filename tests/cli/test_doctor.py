@@ -72,6 +72,8 @@ def test_too_few_files_are_a_problem_and_the_command_fails():
     [
         ({"OFFBEAT_SEEDS": "1"}, "advice", "no such variable (is OFFBEAT_SEED meant?)"),
         ({"OFFBEAT_SEED": "x"}, "problem", "OFFBEAT_SEED must be a whole number, got 'x'"),
+        ({"OFFBEAT_METRICS": "x"}, "problem", "OFFBEAT_METRICS must be [HOST:]PORT"),
+        ({"OFFBEAT_METRICS": "9400", "OFFBEAT_TENSORBOARD": "x"}, "ok", "OFFBEAT_TENSORBOARD"),
         ({"RANK": "1"}, "problem", "RANK is set and WORLD_SIZE is not"),
         ({"OFFBEAT_TLS_CA": "/no/such"}, "problem", "OFFBEAT_TLS_CERT and OFFBEAT_TLS_KEY are not set"),
         ({"OFFBEAT_TOKEN_FILE": "/no/such"}, "problem", "cannot read the job's secret from /no/such"),
