@@ -81,7 +81,7 @@ def alone(rank, emit):
 def test_a_newcomer_and_a_single_worker_are_alone():
     assert values(run(alone, 1)) == [({0: 7}, "mine")]
     with start(alone, 0) as cluster:
-        cluster.add(alone, (), {})
+        cluster.add(alone, (), {"RANK": "1", "WORLD_SIZE": "3"})
         assert values(cluster.ends()) == [({0: 7}, "mine")]
 
 
