@@ -109,12 +109,12 @@ def mean_over_items(outputs, labels, num_items_in_batch):
     return nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
 
 
-def train(rank, emit, folder, strategy, options, trainer_options):
+def train(rank, emit, folder, strategy, options, trainer_options, samples=SAMPLES):
     recording = Recording()
     trainer = OffbeatTrainer(
         bert(rank),
         arguments(folder, **options),
-        train_dataset=Tokens(SAMPLES),
+        train_dataset=Tokens(samples),
         data_collator=recording,
         strategy=strategy,
         **trainer_options,
@@ -159,17 +159,21 @@ class OneAfterAnother(Trainer):
 
 
 @pytest.mark.parametrize(
-    ("options", "trainer_options"),
+    ("options", "trainer_options", "samples"),
     [
-        ({}, {}),
-        ({"gradient_accumulation_steps": 3}, {}),
-        ({"gradient_accumulation_steps": 4}, {"compute_loss_func": mean_over_items}),
-        ({"max_steps": 7}, {}),
+        ({}, {}, SAMPLES),
+        ({"gradient_accumulation_steps": 3}, {}, SAMPLES),
+        ({"gradient_accumulation_steps": 4}, {"compute_loss_func": mean_over_items}, SAMPLES),
+        ({"max_steps": 7}, {}, SAMPLES),
+        ({}, {}, SAMPLES - 3),
+        ({"gradient_accumulation_steps": 3}, {"compute_loss_func": mean_over_items}, SAMPLES - 3),
     ],
-    ids=["each batch", "three batches", "four and a rest of two", "max_steps"],
+    ids=["each batch", "three batches", "four and a rest of two", "max_steps", "small last batch", "three with a small one"],
 )
-def test_lockstep_is_the_training_of_one_process_with_the_global_batches(tmp_path, options, trainer_options):
-    ended = values(run(train, 2, tmp_path, AllReduce(), options, trainer_options))
+def test_lockstep_is_the_training_of_one_process_with_the_global_batches(
+    tmp_path, options, trainer_options, samples
+):
+    ended = values(run(train, 2, tmp_path, AllReduce(), options, trainer_options, samples))
     batches = [one[1] for one in ended]
     alone, outcome = train_alone(tmp_path / "alone", batches, options, trainer_options)
     untrained = torch.tensor(weights(bert(0)))
@@ -177,3 +181,89 @@ def test_lockstep_is_the_training_of_one_process_with_the_global_batches(tmp_pat
     for after, _, its_outcome in ended:
         torch.testing.assert_close(torch.tensor(after), torch.tensor(alone), rtol=1e-9, atol=1e-12)
         assert its_outcome == outcome
+
+
+STRATEGIES = [
+    Hybrid(),
+    PartialAllReduce(shards="equal"),
+    SSP(s=2, shards="equal"),
+    LocalSGD(every=2, shards="equal"),
+]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
+def test_each_strategy_trains_as_many_steps_as_the_schedule_has(tmp_path, strategy, every):
+    options = {"gradient_accumulation_steps": every, "num_train_epochs": 3}
+    ended = values(run(train, 2, tmp_path, strategy, options, {}))
+    steps = 3 * BATCHES // every
+    assert [outcome for *_, outcome in ended] == [(steps, 0.0)] * 2
+    taken = [ids for _, batches, _ in ended for batch in batches[:BATCHES] for ids in batch["input_ids"]]
+    assert sorted(taken) == sorted(ids.tolist() for ids in Tokens(SAMPLES)._ids)
+    assert ended[0][0] == ended[1][0]
+
+
+class Stopping(TrainerCallback):
+    """Notes where each worker stops, and who prints."""
+
+    def __init__(self):
+        self.evaluated, self.printed = [], []
+
+    def on_evaluate(self, args, state, control, metrics=None, **given):
+        self.evaluated.append((state.global_step, metrics["eval_loss"]))
+
+    def on_log(self, args, state, control, logs=None, **given):
+        if state.is_world_process_zero:
+            self.printed.append(state.global_step)
+
+
+class CountingTrainer(OffbeatTrainer):
+    """Counts the samples that it evaluates."""
+
+    evaluated_samples = 0
+
+    def prediction_step(self, model, inputs, *args, **options):
+        self.evaluated_samples += len(inputs["labels"])
+        return super().prediction_step(model, inputs, *args, **options)
+
+
+def train_until_worse(rank, emit, folder, strategy):
+    notes = Stopping()
+    options = {
+        "num_train_epochs": 9,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # which it soon is not
+    }
+    trainer = CountingTrainer(
+        bert(rank),
+        arguments(folder, **options),
+        train_dataset=Tokens(SAMPLES),
+        eval_dataset=Tokens(20, seed=1),
+        callbacks=[notes, EarlyStoppingCallback(early_stopping_patience=2)],
+        strategy=strategy,
+    )
+    trainer.train()
+    steps = trainer.state.global_step
+    count = trainer.evaluated_samples
+    after = trainer.evaluate()["eval_loss"]
+    return steps, notes.evaluated[:-1], notes.printed, count, after, trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), *STRATEGIES], ids=lambda one: one.name)
+def test_one_worker_evaluates_and_saves_and_all_stop_at_the_same_step(tmp_path, strategy):
+    ended = values(run(train_until_worse, 2, tmp_path, strategy))
+    steps, evaluated, printed, count, after, best = ended[0]
+    assert [one[:2] for one in ended] == [(steps, evaluated)] * 2
+    assert 0 < steps < 9 * BATCHES
+    assert [step for step, _ in evaluated] == [BATCHES * epoch for epoch in range(1, len(evaluated) + 1)]
+    assert [one[3] for one in ended] == [20 * len(evaluated), 0]
+    assert printed
+    assert ended[1][2] == []
+    best_step, best_loss = max(evaluated, key=lambda one: one[1])
+    assert {one[5] for one in ended} == {str(tmp_path / f"checkpoint-{best_step}")} == {best}
+    assert [one[4] for one in ended] == [pytest.approx(best_loss, rel=1e-6)] * 2
+    assert len([*tmp_path.glob("checkpoint-*")]) == 2
