@@ -267,3 +267,95 @@ def test_one_worker_evaluates_and_saves_and_all_stop_at_the_same_step(tmp_path, 
     assert {one[5] for one in ended} == {str(tmp_path / f"checkpoint-{best_step}")} == {best}
     assert [one[4] for one in ended] == [pytest.approx(best_loss, rel=1e-6)] * 2
     assert len([*tmp_path.glob("checkpoint-*")]) == 2
+
+
+class KillAfter(TrainerCallback):
+    """Ends its process as a power failure would."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def on_step_end(self, args, state, control, **given):
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_in_parts(rank, emit, folder, strategy, killed_at, resume, options):
+    recording = Recording()
+    given = {"save_strategy": "steps", "save_steps": 4, "optim": "adamw_torch", **options}
+    trainer = OffbeatTrainer(
+        bert(rank),
+        arguments(folder, **given),
+        train_dataset=Tokens(SAMPLES),
+        data_collator=recording,
+        callbacks=[] if killed_at is None else [KillAfter(killed_at)],
+        strategy=strategy,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return weights(trainer.model), recording.batches, outcome_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "options"),
+    [(5, {}), (7, {"save_steps": BATCHES}), (5, {"gradient_accumulation_steps": 2, "num_train_epochs": 4})],
+    ids=["within an epoch", "between epochs", "steps of two batches"],
+)
+def test_a_run_continues_from_a_checkpoint_as_if_it_had_not_been_killed(tmp_path, killed_at, options):
+    whole = values(run(train_in_parts, 2, tmp_path / "whole", AllReduce(), None, None, options))
+    parts = tmp_path / "parts"
+    killed = run(train_in_parts, 2, parts, AllReduce(), killed_at, None, options)
+    assert {one.exitcode for one in killed} & {-signal.SIGKILL}
+    saved = options.get("save_steps", 4)
+    assert [path.name for path in parts.glob("checkpoint-*")] == [f"checkpoint-{saved}"]
+    continued = values(run(train_in_parts, 2, parts, AllReduce(), None, True, options))
+    used = saved * options.get("gradient_accumulation_steps", 1)
+    for one, other in zip(whole, continued, strict=True):
+        assert other[1] == one[1][used:]
+        torch.testing.assert_close(torch.tensor(other[0]), torch.tensor(one[0]), rtol=1e-9, atol=1e-12)
+        assert other[2] == one[2]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda one: one.name)
+def test_each_strategy_continues_from_a_checkpoint(tmp_path, strategy):
+    first = values(run(train_in_parts, 2, tmp_path, strategy, None, None, {"max_steps": 8}))
+    assert [one[2][0] for one in first] == [8, 8]
+    given = {"num_train_epochs": 3}
+    ended = values(run(train_in_parts, 2, tmp_path, strategy, None, f"{tmp_path}/checkpoint-8", given))
+    assert [one[2] for one in ended] == [(3 * BATCHES, 0.0)] * 2
+    assert [len(one[1]) for one in ended] == [3 * BATCHES - 8] * 2
+
+
+def train_while_another_dies(rank, emit, folder, strategy, killed):
+    options = {
+        "num_train_epochs": 4,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+    }
+    notes = Stopping()
+    trainer = OffbeatTrainer(
+        bert(rank),
+        arguments(folder, **options),
+        train_dataset=Tokens(SAMPLES),
+        eval_dataset=Tokens(20, seed=1),
+        callbacks=[notes, OffbeatCallback(), *([KillAfter(8)] if rank == killed else [])],
+        strategy=strategy,
+    )
+    trainer.train()
+    return trainer.state.global_step, notes.evaluated, bool(notes.printed), trainer.args.should_save
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_workers_go_on_when_one_is_killed(tmp_path, killed):
+    strategy = LocalSGD(every=2, shards="equal")
+    ended = run(train_while_another_dies, 3, tmp_path, strategy, killed)
+    assert ended.pop(killed).exitcode == -signal.SIGKILL
+    left = values(ended)
+    batches = SAMPLES // 3 // 4
+    assert [one[0] for one in left] == [4 * batches] * 2
+    assert left[0][1] == left[1][1]
+    assert [one[3] for one in left] == [True, False]
+    assert left[0][2]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
+        f"checkpoint-{batches * epoch}" for epoch in range(1, 5)
+    }

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 import offbeat
 from offbeat.errors import OffbeatError
-from offbeat.strategies import AllReduce, Hybrid
+from offbeat.strategies import SSP, AllReduce, Hybrid, LocalSGD
 from support.processes import run, values
 from support.sample_counting import BATCH, CALM, SAMPLES, Counter, once_each, take
 
@@ -367,6 +367,28 @@ def test_a_program_that_does_not_use_each_batch_in_turn_is_told_what_to_do():
             loader.begin_batch()
         with pytest.raises(OffbeatError, match="is being iterated already"):
             next(iter(session.loader(DataLoader(NUMBERS, BATCH), takes_ahead=True)))
+
+
+def take_a_step_ahead(rank, emit, strategy):
+    """Steps of three batches each, by a program that takes all batches of a step first."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, strategy) as session:
+        loader = session.loader(DataLoader(NUMBERS, BATCH, shuffle=True), takes_ahead=True)
+        running = iter(loader)
+        while taken := [*islice(running, 3)]:
+            for (batch,) in taken:
+                loader.begin_batch()
+                model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return session.step, len(loader)
+
+
+@pytest.mark.parametrize("strategy", [LocalSGD(shards="equal"), SSP(s=1, shards="equal")])
+def test_a_step_of_several_batches_is_taken_ahead_where_workers_count_their_own_steps(strategy):
+    for steps, batches in values(run(take_a_step_ahead, 2, strategy)):
+        assert steps == -(-batches // 3)
 
 
 def take_where_assigned(rank, emit):

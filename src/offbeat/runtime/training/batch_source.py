@@ -153,7 +153,8 @@ class BatchSource:
         rest = TakenAhead(
             source,
             lambda line: self._iterate(line, arguments["batch_size"]),
-            lambda: self._pairing.is_batch_used,
+            # Where each worker counts its own steps, none waits for a batch, and a pass ends with its step.
+            lambda: self._pairing.is_batch_used or self._synchronizer.step is None,
         )
         self._rest = owner, rest
         return rest
