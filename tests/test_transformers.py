@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -29,8 +30,9 @@ from offbeat.transformers import (  # noqa: E402
     OffbeatCallback,
     OffbeatTrainerMixin,
     OffbeatTrainingArguments,
+    _load_session_state,
 )
-from support.processes import run, start, values  # noqa: E402
+from support.processes import run, values  # noqa: E402
 
 SAMPLES = 48
 BATCHES = SAMPLES // 2 // 4  # of an epoch, of each of two workers
@@ -359,3 +361,92 @@ def test_workers_go_on_when_one_is_killed(tmp_path, killed):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {
         f"checkpoint-{batches * epoch}" for epoch in range(1, 5)
     }
+
+
+class Endless(IterableDataset):
+    """Samples without numbers."""
+
+    def __iter__(self):
+        return iter(Tokens(8))
+
+
+def build(folder, data=None, kind=OffbeatTrainer, args=None, **options):
+    given = {"strategy": AllReduce()} if issubclass(kind, OffbeatTrainer) else {}
+    return kind(bert(), args or arguments(folder, **options), train_dataset=data or Tokens(8), **given)
+
+
+def test_what_workers_cannot_do_together_is_refused_in_words(tmp_path):
+    with pytest.raises(OffbeatError, match=r"write class Wrong\(OffbeatTrainerMixin, Trainer\)"):
+
+        class Wrong(Trainer, OffbeatTrainerMixin):
+            pass
+
+    with pytest.raises(OffbeatError, match="expected a class with Trainer after OffbeatTrainerMixin"):
+        OffbeatTrainerMixin()
+    with pytest.raises(OffbeatError, match="use offbeat.transformers.OffbeatTrainingArguments in its place"):
+        build(tmp_path, args=arguments(tmp_path, TrainingArguments))
+    with pytest.raises(OffbeatError, match="expected training arguments without fsdp"):
+        build(tmp_path, fsdp=True)
+    with pytest.raises(OffbeatError, match="expected training arguments without deepspeed"):
+        build(tmp_path, deepspeed={})
+    with pytest.raises(OffbeatError, match="got an IterableDataset: use a data set with a length"):
+        build(tmp_path, Endless(), max_steps=2).train()
+    with pytest.raises(OffbeatError, match='sampling_strategy "random" or "sequential", got a LengthGrouped'):
+        build(tmp_path, train_sampling_strategy="group_by_length").train()
+    with pytest.raises(OffbeatError, match="OffbeatCallback needs a Trainer whose model is in a session"):
+        plain = build(tmp_path, kind=Trainer, args=arguments(tmp_path, TrainingArguments))
+        plain.add_callback(OffbeatCallback())
+        plain.train()
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(OffbeatError, match="expected offbeat.pt in "):
+        _load_session_state(tmp_path / "checkpoint-1")
+
+
+def train_wrongly(rank, emit, folder, strategy, options):
+    trainer = OffbeatTrainer(
+        bert(), arguments(folder, **options), train_dataset=Tokens(SAMPLES), strategy=strategy
+    )
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        (PartialAllReduce(), {}, 'give the strategy shards="equal"'),
+        (PartialAllReduce(shards="equal"), {"save_strategy": "steps"}, "at the end of epochs alone"),
+    ],
+)
+def test_a_strategy_whose_workers_take_unequal_numbers_of_batches_is_refused(tmp_path, strategy, options, words):
+    ended = run(train_wrongly, 2, tmp_path, strategy, options)
+    assert any(words in (one.error or "") for one in ended)
+
+
+def train_within_ddp(rank, emit, folder):
+    class Wrapping(OffbeatTrainer):
+        def compute_loss(self, model, *args, **options):
+            return super().compute_loss(DistributedDataParallel(model), *args, **options)
+
+    dist.init_process_group("gloo")
+    build(folder, Tokens(SAMPLES), Wrapping).train()
+
+
+def test_a_wrapper_that_averages_gradients_too_is_refused(tmp_path):
+    for ended in run(train_within_ddp, 2, tmp_path):
+        assert ended.was_ended_by("OffbeatError")
+        assert "would average its gradients once more" in ended.error
+
+
+def train_twice(rank, emit, folder):
+    class Nested(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            trainer.train()
+
+    trainer = build(folder, Tokens(SAMPLES))
+    trainer.add_callback(Nested())
+    trainer.train()
+
+
+def test_a_training_within_a_training_is_refused(tmp_path):
+    for ended in run(train_twice, 2, tmp_path):
+        assert ended.was_ended_by("OffbeatError")
+        assert "train() was called within train()" in ended.error

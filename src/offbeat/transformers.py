@@ -199,11 +199,15 @@ class OffbeatTrainerMixin:
         self._strategy = strategy
         self._epoch_batches: _EpochBatches | None = None
         super().__init__(*args, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator of a process that trains alone."""
         if not isinstance(self.args, OffbeatTrainingArguments):
             raise OffbeatError(
                 f"expected args of OffbeatTrainingArguments, got {type(self.args).__name__}, which makes Accelerate "
                 "average the gradients once more: use offbeat.transformers.OffbeatTrainingArguments in its place"
             )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise OffbeatError(
                 "expected Accelerate without FSDP and DeepSpeed, which shard the model: each worker has the "
@@ -213,12 +217,30 @@ class OffbeatTrainerMixin:
     # The session -----------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **options: Any) -> Any:
-        """Train as Trainer does, in a session."""
+        """Train as Trainer does, in a session.
+
+        Raises:
+            OffbeatError: what the workers cannot do together; or as `offbeat.join`.
+            WorkerError: as `offbeat.join`.
+        """
+        if self.session is not None:
+            raise OffbeatError("train() was called within train(): call it when the first has returned")
+        if getattr(self._strategy, "readmits_workers", False):
+            self._check_epochs_only()
         try:
             return super().train(*args, **options)  # type: ignore[misc]
         except BaseException as error:
             self._leave(error)
             raise
+
+    def _check_epochs_only(self) -> None:
+        """Refuse what workers do together at a step, since one that is excluded does not come to it."""
+        for name in ("eval_strategy", "save_strategy"):
+            if getattr(self.args, name) == "steps":
+                raise OffbeatError(
+                    f'expected {name} "epoch" or "no", got "steps": under {self._strategy.name} an excluded worker makes '  # type: ignore[union-attr]
+                    "fewer steps, and workers evaluate and save together at the end of epochs alone"
+                )
 
     def _leave(self, error: BaseException | None) -> None:
         session, self.session = self.session, None
