@@ -388,7 +388,7 @@ def test_what_workers_cannot_do_together_is_refused_in_words(tmp_path):
     with pytest.raises(OffbeatError, match="expected training arguments without fsdp"):
         build(tmp_path, fsdp=True)
     with pytest.raises(OffbeatError, match="expected training arguments without deepspeed"):
-        build(tmp_path, deepspeed={})
+        build(tmp_path, deepspeed="zero.json")
     with pytest.raises(OffbeatError, match="got an IterableDataset: use a data set with a length"):
         build(tmp_path, Endless(), max_steps=2).train()
     with pytest.raises(OffbeatError, match='sampling_strategy "random" or "sequential", got a LengthGrouped'):
@@ -450,3 +450,43 @@ def test_a_training_within_a_training_is_refused(tmp_path):
     for ended in run(train_twice, 2, tmp_path):
         assert ended.was_ended_by("OffbeatError")
         assert "train() was called within train()" in ended.error
+
+
+class Rates(TrainerCallback):
+    """Notes the learning rate of each step that both workers make together, by the group's number of the step."""
+
+    def __init__(self):
+        self.seen, self.own_steps, self.missed = {}, 0, 0
+        self.trainer = None
+
+    def on_pre_optimizer_step(self, args, state, control, **given):
+        session = self.trainer.session
+        self.own_steps += 1
+        if session.members == (0, 1):
+            self.seen[session.step] = self.trainer.optimizer.param_groups[0]["lr"]
+            self.missed = session.step + 1 - self.own_steps
+
+
+def train_with_a_straggler(rank, emit, folder):
+    notes = Rates()
+    notes.trainer = OffbeatTrainer(
+        bert(rank),
+        arguments(folder, logging_steps=1000, num_train_epochs=3),
+        train_dataset=Tokens(800),
+        callbacks=[notes, OffbeatCallback()],
+        strategy=PartialAllReduce(limit=3, shards="equal"),
+    )
+    notes.trainer.train()
+    return notes.seen, notes.missed, weights(notes.trainer.model)
+
+
+def test_a_worker_that_returns_has_the_learning_rate_of_the_others(tmp_path):
+    slow = {"OFFBEAT_SLOW": "1:5@0.1-0.15"}  # in each epoch
+    ended = values(run(train_with_a_straggler, 2, tmp_path, env=slow))
+    (rates, missed, after), (its_rates, its_missed, its_after) = ended
+    assert missed == 0
+    assert its_missed > 0  # it was excluded, and has returned
+    both = rates.keys() & its_rates.keys()
+    assert len(both) > 10
+    assert {step: its_rates[step] for step in both} == {step: rates[step] for step in both}
+    assert after == its_after

@@ -15,7 +15,7 @@ DistributedDataParallel, and no call of theirs waits for another worker. What a 
   is made, before it loads the best checkpoint.
 - The leader evaluates and saves; the others wait, and get its metrics, so that all decide alike.
 
-Private methods of the Trainer that are extended here: `_prepare_for_training`, `_save_checkpoint` and
+Private methods of the Trainer that are extended here: `_prepare_for_training`, `_run_epoch`, `_save_checkpoint` and
 `_finalize_training`.
 """
 
@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from offbeat.errors import OffbeatError
@@ -328,9 +329,23 @@ class OffbeatTrainerMixin:
         assert batches.loader is not None
         batches.loader.begin_batch()
         self._follow_leader()
+        self._catch_up(session.step - self.state.global_step)
         with nullcontext() if self.accelerator.sync_gradients else session.no_sync():
             loss: Tensor = super().training_step(model, *args, **options)  # type: ignore[misc]
         return loss
+
+    def _catch_up(self, steps: int) -> None:
+        """Count the steps that the group has made without this worker, which was excluded."""
+        for _ in range(steps):
+            if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                self.lr_scheduler.step()
+            self.state.global_step += 1
+
+    def _run_epoch(self, **given: Any) -> None:
+        before = self.state.global_step
+        super()._run_epoch(**given)  # type: ignore[misc]
+        if self.state.global_step == before:  # excluded, and too slow for a batch, for which Trainer stops
+            self.control.should_training_stop = False
 
     # Evaluation and checkpoints --------------------------------------------------------------------------
 
