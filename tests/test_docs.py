@@ -34,6 +34,8 @@ DOORS = {  # modules whose names are public
     "offbeat.keras": "keras.py",
     "offbeat.lightning": "lightning.py",
     "offbeat.ray": "ray/__init__.py",
+    "offbeat.transformers": "transformers.py",
+    "offbeat.accelerate": "accelerate.py",
     "offbeat.data": "data/__init__.py",
 }
 ENTRY = re.compile(r"^\.\. (?:auto)?(?:class|exception|function|data):: (\w+)$", re.MULTILINE)

@@ -10,7 +10,7 @@ from support.source_files import modules, name_of
 PUBLIC_NAMES_MAX = 30
 
 # Modules and packages that need an extra of the same name, which `make test` does not install.
-EXTRAS = ("keras", "lightning", "ray")
+EXTRAS = ("accelerate", "keras", "lightning", "ray", "transformers")
 
 
 def in_a_fresh_process(code: str) -> str:

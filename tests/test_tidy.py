@@ -59,6 +59,8 @@ LAYERS = {
     "keras": ("errors", "numerics", "policies", "runtime"),  # a door of its own, for loops that Keras runs
     "lightning": ("errors", "runtime", "strategies"),  # a door of its own, for loops that Lightning runs
     "ray": ("errors", "ray", "runtime"),  # a door of its own, for loops that Ray Train runs
+    "transformers": ("errors", "runtime"),  # a door of its own, for loops of the Trainer
+    "accelerate": ("errors", "runtime"),  # a door of its own, for loops with Accelerate
     "strategies": ("errors", "events", "policies", "numerics", "wire", "runtime", "strategies"),
     "simulator": ("errors", "events", "policies", "numerics", "wire", "simulator"),
 }
@@ -103,7 +105,10 @@ ROOMS = {
 }
 
 # Modules that a program may import; everything else may change with any version.
-PUBLIC = {"", "strategies", "ps", "nimble", "keras", "lightning", "ray", "data", "apps"}
+PUBLIC = {
+    *("", "strategies", "ps", "nimble", "data", "apps"),
+    *("accelerate", "keras", "lightning", "ray", "transformers"),
+}
 
 # Modules other than strategies that may import strategies, and why.
 STRATEGIES_FOR = {

@@ -13,8 +13,8 @@
                     optimizer.step()
                     optimizer.zero_grad()
 
-Accelerate places model and batches on the device, scales losses and applies mixed precision; it does not average
-gradients, nor share out samples.
+Accelerate places model and batches on the device, scales losses and applies mixed precision; it does not
+average gradients, nor share out samples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _END: Final = object()
 class _PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc]  # accelerate is not checked
     """A session's loader whose batches are on the accelerator's device.
 
-    With accumulation it takes one batch ahead, so that `accelerator.accumulate` knows the last one of an epoch.
+    With accumulation it takes one batch ahead, so that `accelerator.accumulate` knows the last of an epoch.
     """
 
     def __init__(self, accelerator: Accelerator, session: Session, loader: DataLoader[Any]) -> None:
@@ -107,21 +107,19 @@ def prepare(
 ) -> tuple[nn.Module, Any, Any, Session]:
     """Prepare model, optimizer and training data, and join a session with them.
 
-    `accelerator.accumulate`, `no_sync`, `backward`, `clip_grad_norm_` and mixed precision are used as ever. Prepare
-    a schedule after this with `accelerator.prepare_scheduler`, and data for evaluation with
-    `accelerator.prepare_data_loader`. Accelerate's `gather` and `wait_for_everyone` wait for all processes, also for
-    those that a strategy would leave behind: `session.gather_objects` and `session.barrier` do not.
+    `accelerator.accumulate`, `no_sync`, `backward`, `clip_grad_norm_` and mixed precision are used as ever.
+    Accelerate's `gather` and `wait_for_everyone` wait for all processes, lost ones too;
+    `session.gather_objects` and `session.barrier` for those that are in the job.
 
     Args:
         accelerator: with neither FSDP nor DeepSpeed nor Megatron-LM.
         model, optimizer: not prepared yet.
-        dataloader: see `Session.loader`, not prepared yet. With accumulation over several batches the strategy
-            needs equal shards.
+        dataloader: see `Session.loader`, not prepared yet. With accumulation the strategy needs equal shards.
         strategy: see `offbeat.join`.
 
     Returns:
-        The model, in a DistributedDataParallel that exchanges nothing, the optimizer and the loader as Accelerate has
-        them, and the session, to be used in a `with` statement.
+        The model, in a DistributedDataParallel that exchanges nothing, the optimizer as Accelerate has it, a
+        loader of this worker's batches, and the session, to be used in a `with` statement.
 
     Raises:
         OffbeatError: the model is in a DistributedDataParallel, or the accelerator shards it, or something is
@@ -130,21 +128,23 @@ def prepare(
     """
     if accelerator.distributed_type in _SHARDING:
         raise OffbeatError(
-            f"expected an accelerator that leaves the model whole, got one with {accelerator.distributed_type}: "
-            "configure Accelerate without it"
+            "expected an accelerator that leaves the model whole, got one with "
+            f"{accelerator.distributed_type}: configure Accelerate without it"
         )
     if isinstance(model, DistributedDataParallel) and not isinstance(model, SessionDDP):
         raise OffbeatError(
-            "expected the bare model, got it within DistributedDataParallel, which would average its gradients "
-            "once more: use offbeat.accelerate.prepare in place of accelerator.prepare"
+            "expected the bare model, got it within DistributedDataParallel, which would average its "
+            "gradients once more: use offbeat.accelerate.prepare in place of accelerator.prepare"
         )
     for one, kind in ((optimizer, Optimizer), (dataloader, DataLoader)):
         if not isinstance(one, kind) or type(one).__module__.startswith("accelerate."):
             raise OffbeatError(
-                f"expected a torch {kind.__name__}, got {type(one).__name__}: use offbeat.accelerate.prepare in "
-                "place of accelerator.prepare"
+                f"expected a torch {kind.__name__}, got {type(one).__name__}: use "
+                "offbeat.accelerate.prepare in place of accelerator.prepare"
             )
-    prepared = ddp(accelerator.prepare_model(model, evaluation_mode=True))  # in this mode without a DDP of its own
+    prepared = ddp(
+        accelerator.prepare_model(model, evaluation_mode=True)
+    )  # in this mode without a DDP of its own
     prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     session = join(model, optimizer, strategy)
     try:

@@ -5,15 +5,17 @@
     args = OffbeatTrainingArguments(output_dir="run", num_train_epochs=3)
     OffbeatTrainer(model, args, train_dataset=data, strategy=LocalSGD(shards="equal")).train()
 
-Theory of operation. For the Trainer and for Accelerate each worker is one process that trains alone: the arguments
-hide the launcher's variables from them, so that nothing starts torch.distributed or wraps the model in
-DistributedDataParallel, and no call of theirs waits for another worker. What a job has in common is the session's:
+Theory of operation. For the Trainer and for Accelerate each worker is one process that trains alone: the
+arguments hide the launcher's variables from them, so that nothing starts torch.distributed or wraps the model
+in DistributedDataParallel, and no call of theirs waits for another worker. What a job has in common is the
+session's:
 
-- `get_train_dataloader` gives the Trainer this worker's batches. It takes all batches of a step before it uses the
-  first, so `training_step` says when each begins.
-- The session is joined where the Trainer has prepared model, optimizer and checkpoint, and left when its last step
-  is made, before it loads the best checkpoint.
+- `get_train_dataloader` gives the Trainer this worker's batches. It takes all those of a step before it uses
+  the first, so `training_step` says when each begins.
+- The session is joined where the Trainer has prepared model, optimizer and checkpoint, and left when its last
+  step is made, before it loads the best checkpoint.
 - The leader evaluates and saves; the others wait, and get its metrics, so that all decide alike.
+- An excluded worker's own steps are not those of the model: when it returns, it counts the group's.
 
 Private methods of the Trainer that are extended here: `_prepare_for_training`, `_save_checkpoint` and
 `_finalize_training`.
@@ -48,7 +50,7 @@ try:
     from transformers.utils import logging
 except ModuleNotFoundError as error:
     raise ImportError(
-        'offbeat.transformers needs transformers and accelerate, an extra: pip install "offbeat[transformers]"'
+        'offbeat.transformers needs transformers, an extra: pip install "offbeat[transformers]"'
     ) from error
 
 __all__ = ["OffbeatCallback", "OffbeatTrainerMixin", "OffbeatTrainingArguments"]
@@ -67,7 +69,7 @@ _ALONE: Final = {
 
 @dataclass
 class OffbeatTrainingArguments(TrainingArguments):  # type: ignore[misc]  # transformers is not checked
-    """`TrainingArguments` of a worker: as on one device, while `world_size` and `process_index` are the job's.
+    """`TrainingArguments` of a worker on one device; `world_size` and `process_index` are the job's.
 
     Raises:
         OffbeatError: an argument is set that shards the model, or that the workers cannot follow together.
@@ -99,7 +101,7 @@ class OffbeatTrainingArguments(TrainingArguments):  # type: ignore[misc]  # tran
     @property
     def n_gpu(self) -> int:
         """How many GPUs this worker uses, at most one."""
-        return min(1, super().n_gpu)
+        return int(min(1, super().n_gpu))
 
     @property
     def world_size(self) -> int:
@@ -128,9 +130,10 @@ class OffbeatTrainingArguments(TrainingArguments):  # type: ignore[misc]  # tran
 
 
 class _EpochBatches(Dataset[Any]):
-    """The batches of an epoch as a data set, whose items are taken in order; each epoch begins with a lower index.
+    """The batches of an epoch as a data set, whose items are taken in order.
 
-    The Trainer, when it continues a run, makes another DataLoader of the data set that leaves the first ones out.
+    The Trainer, when it continues a run, makes another DataLoader of the data set, without the first ones.
+    A new epoch begins where the index does not rise.
     """
 
     def __init__(self, samples: DataLoader[Any], batches: int) -> None:
@@ -154,7 +157,7 @@ class _EpochBatches(Dataset[Any]):
 
 
 class _EmptyEpochs(TrainerCallback):  # type: ignore[misc]
-    """Lets the Trainer go on after an epoch that the others had ended before an excluded worker came to it."""
+    """Lets the Trainer go on after an epoch that the others had ended before this worker began it."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin an epoch without a batch."""
@@ -176,18 +179,17 @@ def _only_one(batches: list[Any]) -> Any:
 
 
 class OffbeatTrainerMixin:
-    """Makes a Trainer one worker of the job that its launcher started; written before Trainer among the bases.
+    """Makes a Trainer one worker of the job that its launcher started; it stands before Trainer.
 
         class OffbeatTrainer(OffbeatTrainerMixin, Trainer): ...
 
         trainer = OffbeatTrainer(model, args, train_dataset=data, strategy=PartialAllReduce(shards="equal"))
         trainer.train()
 
-    `train` joins a session and leaves it. Samples are shared out by the session, epoch by epoch; their order depends
-    on its seed (OFFBEAT_SEED). The leader alone logs, saves and, during training, evaluates the whole set, while the
-    other workers wait and get its metrics, as long as the strategy's `timeout_s`. Before and after training each
-    worker evaluates on its own. A gradient of the mean loss counts as many samples as the batch has. With a
-    strategy that excludes workers, evaluate and save at the end of epochs.
+    `train` joins a session and leaves it. The session shares out the samples, in an order that depends on its
+    seed (OFFBEAT_SEED). The leader alone logs, saves and, during training, evaluates the whole set, while the
+    others wait, as long as the strategy's `timeout_s`, and get its metrics. Before and after training each
+    worker evaluates on its own. In the mean, a worker's gradient counts as many samples as its step has.
 
     Args:
         args: `OffbeatTrainingArguments`; all others are those of Trainer.
@@ -199,6 +201,17 @@ class OffbeatTrainerMixin:
     Attributes:
         session: during training, else None.
     """
+
+    # Of Trainer:
+    accelerator: Any
+    args: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    lr_scheduler: Any
+    model: Any
+    optimizer: Any
+    state: Any
+    train_dataset: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -224,8 +237,9 @@ class OffbeatTrainerMixin:
         """Make the accelerator of a process that trains alone."""
         if not isinstance(self.args, OffbeatTrainingArguments):
             raise OffbeatError(
-                f"expected args of OffbeatTrainingArguments, got {type(self.args).__name__}, which makes Accelerate "
-                "average the gradients once more: use offbeat.transformers.OffbeatTrainingArguments in its place"
+                f"expected args of OffbeatTrainingArguments, got {type(self.args).__name__}, with which "
+                "Accelerate would average the gradients once more: use "
+                "offbeat.transformers.OffbeatTrainingArguments in its place"
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
@@ -258,8 +272,8 @@ class OffbeatTrainerMixin:
         for name in ("eval_strategy", "save_strategy"):
             if getattr(self.args, name) == "steps":
                 raise OffbeatError(
-                    f'expected {name} "epoch" or "no", got "steps": under {self._strategy.name} an excluded worker makes '  # type: ignore[union-attr]
-                    "fewer steps, and workers evaluate and save together at the end of epochs alone"
+                    f'expected {name} "epoch" or "no", got "steps": under this strategy an excluded worker '
+                    "makes fewer steps, and workers evaluate and save together at the end of epochs alone"
                 )
 
     def _leave(self, error: BaseException | None) -> None:
@@ -300,12 +314,11 @@ class OffbeatTrainerMixin:
         leads = self.session.gather_objects(self.session.is_leader)
         leader = min((worker for worker, is_leader in leads.items() if is_leader), default=min(leads))
         self.args.is_leader = leader == self.session.worker
-        return self.args.is_leader
+        return bool(self.args.is_leader)
 
     def is_world_process_zero(self) -> bool:
         """Whether this worker is the leader."""
-        is_leader: bool = self.args.is_leader
-        return is_leader
+        return bool(self.args.is_leader)
 
     # Data and steps --------------------------------------------------------------------------------------
 
@@ -317,7 +330,8 @@ class OffbeatTrainerMixin:
         """
         if isinstance(self.train_dataset, IterableDataset):
             raise OffbeatError(
-                "the session shares out samples by number, got an IterableDataset: use a data set with a length"
+                "the session shares out samples by number, got an IterableDataset: use a data set with a "
+                "length"
             )
         given: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
         samples = _plain_loader(given, self.args.train_batch_size)
@@ -434,8 +448,8 @@ def _load_session_state(checkpoint: str) -> dict[str, Any]:
 class OffbeatCallback(TrainerCallback):  # type: ignore[misc]
     """Logs which workers train together, on the leader, whenever that changes.
 
-    It is for a Trainer with `OffbeatTrainerMixin`, and refuses any other: a callback cannot keep the Trainer from
-    averaging the gradients with DistributedDataParallel, too.
+    It is for a Trainer with `OffbeatTrainerMixin`, and refuses any other: a callback cannot keep the Trainer
+    from averaging the gradients with DistributedDataParallel, too.
     """
 
     def __init__(self) -> None:
