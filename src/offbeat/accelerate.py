@@ -39,7 +39,7 @@ try:
     from accelerate.utils import DistributedType, send_to_device
 except ModuleNotFoundError as error:
     raise ImportError(
-        'offbeat.accelerate needs accelerate, an extra: pip install "offbeat[accelerate]"'
+        "offbeat.accelerate needs accelerate, an extra: pip install offbeat[accelerate]"
     ) from error
 
 __all__ = ["prepare"]

@@ -50,7 +50,7 @@ try:
     from transformers.utils import logging
 except ModuleNotFoundError as error:
     raise ImportError(
-        'offbeat.transformers needs transformers, an extra: pip install "offbeat[transformers]"'
+        "offbeat.transformers needs transformers, an extra: pip install offbeat[transformers]"
     ) from error
 
 __all__ = ["OffbeatCallback", "OffbeatTrainerMixin", "OffbeatTrainingArguments"]
