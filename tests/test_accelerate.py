@@ -90,7 +90,7 @@ def test_lockstep_is_the_training_of_one_process_with_the_global_batches(every):
 
 STRATEGIES = [
     Hybrid(),
-    PartialAllReduce(shards="equal"),
+    PartialAllReduce(limit=10**6, shards="equal"),
     SSP(s=2, shards="equal"),
     LocalSGD(every=2, shards="equal"),
 ]
