@@ -21,6 +21,7 @@ from transformers import (  # noqa: E402
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainingArguments,
 )
 
@@ -30,6 +31,7 @@ from offbeat.transformers import (  # noqa: E402
     OffbeatCallback,
     OffbeatTrainerMixin,
     OffbeatTrainingArguments,
+    _EmptyEpochs,
     _load_session_state,
 )
 from support.processes import run, values  # noqa: E402
@@ -227,9 +229,13 @@ class Stopping(TrainerCallback):
 
 
 class CountingTrainer(OffbeatTrainer):
-    """Counts the samples that it evaluates."""
+    """Counts the samples that it evaluates, and the models that it saves."""
 
-    evaluated_samples = 0
+    evaluated_samples = saved = 0
+
+    def save_model(self, *args, **options):
+        self.saved += 1
+        super().save_model(*args, **options)
 
     def prediction_step(self, model, inputs, *args, **options):
         self.evaluated_samples += len(inputs["labels"])
@@ -257,7 +263,7 @@ def train_until_worse(rank, emit, folder, strategy):
     )
     trainer.train()
     steps = trainer.state.global_step
-    count = trainer.evaluated_samples
+    count = trainer.evaluated_samples, trainer.saved
     after = trainer.evaluate()["eval_loss"]
     return steps, notes.evaluated[:-1], notes.printed, count, after, trainer.state.best_model_checkpoint
 
@@ -269,7 +275,7 @@ def test_one_worker_evaluates_and_saves_and_all_stop_at_the_same_step(tmp_path, 
     assert [one[:2] for one in ended] == [(steps, evaluated)] * 2
     assert 0 < steps < 9 * BATCHES
     assert [step for step, _ in evaluated] == [BATCHES * epoch for epoch in range(1, len(evaluated) + 1)]
-    assert [one[3] for one in ended] == [20 * len(evaluated), 0]
+    assert [one[3] for one in ended] == [(20 * len(evaluated), len(evaluated)), (0, 0)]
     assert printed
     assert ended[1][2] == []
     best_step, best_loss = max(evaluated, key=lambda one: one[1])
@@ -371,6 +377,42 @@ def test_workers_go_on_when_one_is_killed(tmp_path, killed):
     }
 
 
+def train_in_bfloat16(rank, emit, folder):
+    kinds = set()
+    model = bert(rank).float()
+    model.classifier.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype))
+    options = {"bf16": True, "gradient_accumulation_steps": 3, "dataloader_num_workers": 1}
+    trainer = OffbeatTrainer(
+        model, arguments(folder, **options), train_dataset=Tokens(SAMPLES), strategy=AllReduce()
+    )
+    trainer.train()
+    return kinds == {torch.bfloat16}, weights(model)
+
+
+def test_mixed_precision_and_a_process_that_loads_batches(tmp_path):
+    (is_mixed, after), (_, its_after) = values(run(train_in_bfloat16, 2, tmp_path))
+    assert is_mixed
+    assert after == its_after
+    assert after != weights(bert(0).float())
+
+
+@pytest.mark.parametrize("has_batch", [False, True])
+def test_an_epoch_without_a_batch_is_no_reason_to_stop(has_batch):
+    epochs, control = _EmptyEpochs(), TrainerControl(should_training_stop=True)
+    epochs.on_epoch_begin(None, None, control)
+    if has_batch:
+        epochs.on_batch()
+    epochs.on_epoch_end(None, None, control)
+    assert control.should_training_stop == has_batch
+
+
+def test_a_newcomer_is_refused(tmp_path, monkeypatch):
+    for name, value in {"OFFBEAT_NEWCOMER": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OffbeatError, match="a Trainer cannot join a running job"):
+        arguments(tmp_path)
+
+
 class Endless(IterableDataset):
     """Samples without numbers."""
 
@@ -460,8 +502,7 @@ def train_twice(rank, emit, folder):
 
 def test_a_training_within_a_training_is_refused(tmp_path):
     for ended in run(train_twice, 2, tmp_path):
-        assert ended.was_ended_by("OffbeatError")
-        assert "train() was called within train()" in ended.error
+        assert "OffbeatError: train() was called within train()" in ended.trace
 
 
 class Rates(TrainerCallback):

@@ -72,7 +72,8 @@ class OffbeatTrainingArguments(TrainingArguments):  # type: ignore[misc]  # tran
     """`TrainingArguments` of a worker on one device; `world_size` and `process_index` are the job's.
 
     Raises:
-        OffbeatError: an argument is set that shards the model, or that the workers cannot follow together.
+        OffbeatError: an argument is set that shards the model, or that the workers cannot follow together; or
+            the process is a newcomer to a running job.
     """
 
     def __post_init__(self) -> None:
@@ -83,7 +84,12 @@ class OffbeatTrainingArguments(TrainingArguments):  # type: ignore[misc]  # tran
                     "batch size, and the strategy of the session keeps the workers in step"
                 )
         place = read_environment()
-        self._worker, self._workers = max(0, place.rank), place.world
+        if place.is_newcomer:
+            raise OffbeatError(
+                f"a Trainer cannot join a running job, as {NEWCOMER_VARIABLE} asks for: its schedules would "
+                "begin at the first step; start it with the job"
+            )
+        self._worker, self._workers = place.rank, place.world
         self.is_leader = self._worker == 0  # the Trainer keeps it up to date
         with patch_environment(**_ALONE):
             super().__post_init__()  # which looks for other processes
@@ -287,7 +293,7 @@ class OffbeatTrainerMixin:
         prepared = super()._prepare_for_training(  # type: ignore[misc]
             max_steps, train_dataloader, resume_from_checkpoint
         )
-        with patch_environment(**{NEWCOMER_VARIABLE: 0}):  # the schedules of a newcomer would begin at 0
+        with patch_environment(**{NEWCOMER_VARIABLE: 0}):  # which refuses one that the launcher starts again
             self.session = join(self.model, self.optimizer.optimizer, self._strategy)
         if resume_from_checkpoint is not None:
             self.session.load_state_dict(
