@@ -58,8 +58,9 @@ def train(rank, emit, strategy, every, precision):
                     optimizer.step()
                     optimizer.zero_grad()
         steps = session.step
+        rounds = session._synchronizer.round
     assert accelerator.unwrap_model(model) is bare
-    return weights(bare), taken, steps, kinds, accelerator.num_processes
+    return weights(bare), taken, steps, kinds, rounds, accelerator.num_processes
 
 
 def train_alone(taken_by_workers, every):
@@ -82,9 +83,9 @@ def train_alone(taken_by_workers, every):
 def test_lockstep_is_the_training_of_one_process_with_the_global_batches(every):
     ended = values(run(train, 2, AllReduce(), every, "no"))
     alone = train_alone([one[1] for one in ended], every)
-    for after, _, steps, _, processes in ended:
+    for after, _, steps, _, rounds, processes in ended:
         torch.testing.assert_close(torch.tensor(after), alone, rtol=1e-4, atol=1e-6)
-        assert steps == 2 * -(-SAMPLES // 2 // BATCH // every)
+        assert steps == rounds == 2 * -(-SAMPLES // 2 // BATCH // every)
         assert processes == 2
 
 

@@ -377,21 +377,31 @@ def test_workers_go_on_when_one_is_killed(tmp_path, killed):
     }
 
 
+class Rounds(TrainerCallback):
+    """Counts exchanges of gradients."""
+
+    def on_step_end(self, args, state, control, **given):
+        self.count = self.trainer.session._synchronizer.round
+
+
 def train_in_bfloat16(rank, emit, folder):
-    kinds = set()
+    kinds, rounds = set(), Rounds()
     model = bert(rank).float()
     model.classifier.register_forward_hook(lambda module, inputs, output: kinds.add(output.dtype))
     options = {"bf16": True, "gradient_accumulation_steps": 3, "dataloader_num_workers": 1}
     trainer = OffbeatTrainer(
         model, arguments(folder, **options), train_dataset=Tokens(SAMPLES), strategy=AllReduce()
     )
+    rounds.trainer = trainer
+    trainer.add_callback(rounds)
     trainer.train()
-    return kinds == {torch.bfloat16}, weights(model)
+    return kinds == {torch.bfloat16}, weights(model), rounds.count
 
 
-def test_mixed_precision_and_a_process_that_loads_batches(tmp_path):
-    (is_mixed, after), (_, its_after) = values(run(train_in_bfloat16, 2, tmp_path))
+def test_mixed_precision_a_process_that_loads_batches_and_one_exchange_a_step(tmp_path):
+    (is_mixed, after, rounds), (_, its_after, _) = values(run(train_in_bfloat16, 2, tmp_path))
     assert is_mixed
+    assert rounds == 2 * BATCHES // 3
     assert after == its_after
     assert after != weights(bert(0).float())
 
