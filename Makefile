@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 KERAS_VENV := .venv-keras
 KERAS_STAMP := $(KERAS_VENV)/.installed
 
-LIGHTNING_VENV := .venv-lightning
-LIGHTNING_STAMP := $(LIGHTNING_VENV)/.installed
+FRAMEWORKS_VENV := .venv-frameworks
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.installed
@@ -18,7 +18,7 @@ PACKAGE_STAMP := $(PACKAGE_VENV)/.installed
 # Python keeps what it has compiled whatever the environment says: tests start thousands of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-ray test-gpu bench-gpu test-keras test-lightning bench-quick check format lint types docs package clean
+.PHONY: demo test test-quick test-long test-network test-slurm test-kubernetes test-ray test-gpu bench-gpu test-keras test-frameworks bench-quick check format lint types docs package clean
 
 demo: $(STAMP)
 	$(BIN)/offbeat compare --model mlp --data digits --workers 4 --strategy bsp --strategy partial --slow none --slow 1:5
@@ -89,8 +89,8 @@ test-keras: $(KERAS_STAMP)
 	KERAS_BACKEND=torch $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
 	KERAS_BACKEND=tensorflow $(KERAS_VENV)/bin/python -m pytest tests/test_keras.py
 
-test-lightning: $(LIGHTNING_STAMP)
-	$(LIGHTNING_VENV)/bin/python -m pytest tests/test_lightning.py
+test-frameworks: $(FRAMEWORKS_STAMP)
+	$(FRAMEWORKS_VENV)/bin/python -m pytest tests/test_lightning.py tests/test_transformers.py tests/test_accelerate.py
 
 # The site, in build/docs. Every warning is an error.
 docs: $(DOCS_STAMP)
@@ -133,9 +133,9 @@ $(KERAS_STAMP): pyproject.toml constraints.txt
 	$(KERAS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[keras,demo]' pytest tensorflow-cpu
 	touch $@
 
-$(LIGHTNING_STAMP): pyproject.toml constraints.txt
-	python3 -m venv $(LIGHTNING_VENV)
-	$(LIGHTNING_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lightning,dev]'
+$(FRAMEWORKS_STAMP): pyproject.toml constraints.txt
+	python3 -m venv $(FRAMEWORKS_VENV)
+	$(FRAMEWORKS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lightning,transformers,accelerate,dev]'
 	touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt

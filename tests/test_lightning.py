@@ -305,6 +305,58 @@ def test_workers_are_started_by_lightning_or_a_launcher(tmp_path, launcher):
     assert written[0].read_text() == written[1].read_text()
 
 
+class Logging(Regression):
+    """Exchanges values within a step, as many programs log."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True)
+        assert self.all_gather(torch.tensor(self.global_rank)).tolist() == [0, 1]
+        return loss
+
+
+def log_and_save(rank, emit, folder):
+    model = Logging()
+    fitted = trainer(folder, max_epochs=1)
+    fitted.fit(model, *loaders(rank))
+    fitted.save_checkpoint(folder / "after.ckpt")
+    torch.save(model.mean_target, folder / f"metric-{rank}")
+    return float(fitted.callback_metrics["loss"])
+
+
+def test_values_within_a_step_and_after_fit(tmp_path):
+    first, second = values(run(log_and_save, WORKERS, tmp_path))
+    assert first == second
+    assert (tmp_path / "after.ckpt").exists()
+
+
+SCRIPT_WITH_A_DEATH = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import test_lightning as t
+folder = Path(sys.argv[1])
+fitted = t.trainer(folder, "localsgd:every=2", max_epochs=4, callbacks=[t.DiesAt(8)] * t.is_second_worker())
+fitted.fit(t.Regression(), *t.loaders())
+(folder / "steps").write_text(str(fitted.global_step))
+"""
+
+
+def is_second_worker():
+    return os.environ.get("LOCAL_RANK") == "1"
+
+
+def test_the_process_that_has_started_the_others_goes_on_without_one(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT_WITH_A_DEATH)
+    arguments = [str(script), str(tmp_path), os.path.dirname(__file__)]
+    ended = subprocess.run(
+        [sys.executable, *arguments], env=unlaunched_environ(), capture_output=True, timeout=120
+    )
+    assert not ended.returncode, ended.stderr.decode()
+    assert (tmp_path / "steps").read_text() == str(4 * SAMPLES // BATCH // WORKERS)
+
+
 # Fabric -----------------------------------------------------------------------------------------------------
 
 
@@ -381,3 +433,30 @@ def load_within(rank, emit, folder):
 def test_on_servers_a_checkpoint_is_loaded_before_the_session(tmp_path):
     ended = run(load_within, WORKERS, tmp_path)
     assert any("load the checkpoint before fabric.setup" in one.error for one in ended)
+
+
+def set_up_apart(rank, emit):
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=OffbeatFabricStrategy("bsp"))
+    fabric.launch()
+    model = nn.Linear(2, 1)
+    fabric.setup_module(model)
+    fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def set_up_twice(rank, emit):
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=OffbeatFabricStrategy("bsp"))
+    fabric.launch()
+    for model in (nn.Linear(2, 1), nn.Linear(2, 1)):
+        fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (set_up_apart, "the session begins with both together"),
+        (set_up_twice, "fabric.setup was called twice"),
+    ],
+)
+def test_models_that_would_not_be_synchronized_are_refused(loop, words):
+    (ended,) = run(loop, 1)
+    assert words in (ended.error or "")

@@ -35,6 +35,7 @@ try:
     from lightning.fabric.strategies import ParallelStrategy as FabricParallelStrategy
     from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import ParallelStrategy
@@ -54,6 +55,23 @@ _REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "min": lambda values: values.amin(0),
     "max": lambda values: values.amax(0),
 }
+
+
+class _Unobserved:
+    """A launcher whose main process is not ended when another one dies: the strategy goes on without it."""
+
+    cluster_environment: Any
+    num_processes: int
+    num_nodes: int
+    _call_children_scripts: Callable[[], None]
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other processes, and call the function."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
 
 
 if TYPE_CHECKING:
@@ -86,6 +104,7 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
         self.session: Session | None = None
         self.num_nodes = 1
         self._synchronization = synchronization
+        self._metrics: list[tuple[Any, Any, Any]] = []  # of torchmetrics, and the functions that they had
         self._leader = 0
         self._lost: set[int] = set()
 
@@ -130,12 +149,19 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = self._launcher_class(self.cluster_environment, self.num_processes, self.num_nodes)
+        launcher: Any = self._launcher_class
+        if self._synchronization.survives_worker_loss:
+            launcher = type(launcher.__name__, (_Unobserved, launcher), {})
+        self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Prepare this process, and say where its job is, unless a launcher has."""
         super().setup_environment()
         self.set_world_ranks()
+        self._publish_place()
+
+    def _publish_place(self) -> None:
+        """Set a launcher's variables where Lightning is the launcher; it removes some of them after a run."""
         environment = self.cluster_environment
         if isinstance(environment, LightningEnvironment):
             os.environ |= {
@@ -198,7 +224,7 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
 
     def _gather_by_worker(self, value: Any) -> dict[int, Any]:
         if self.session is not None and not self.session.has_left:
-            values = self.session.gather_objects(value)
+            values = self.session.gather_within_step(value)
             self._leader, self._lost = min(values), {*range(self.world_size)} - values.keys()
             return values
         if self._lost:
@@ -206,6 +232,7 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
                 f"workers {sorted(self._lost)} were lost, and what comes after the training needs all of "
                 "them: evaluate in a job of its own"
             )
+        self._publish_place()
         return gather_objects(value, self._synchronization.timeout_s)
 
 
@@ -254,6 +281,7 @@ class OffbeatStrategy(_Workers, ParallelStrategy):  # type: ignore[misc]  # see 
         super().setup(trainer)
         for module in self.lightning_module.modules():
             if isinstance(module, Metric):
+                self._metrics.append((module, module.distributed_available_fn, module.dist_sync_fn))
                 module.distributed_available_fn = lambda: True
                 module.dist_sync_fn = lambda value, group=None: self._gather(value)
 
@@ -299,6 +327,9 @@ class OffbeatStrategy(_Workers, ParallelStrategy):  # type: ignore[misc]  # see 
     def teardown(self) -> None:
         """Leave the job once all workers have finished."""
         self._leave(None)
+        for metric, *functions in self._metrics:
+            metric.distributed_available_fn, metric.dist_sync_fn = functions
+        self._metrics.clear()
         super().teardown()
 
     def _leave(self, error: BaseException | None) -> None:
@@ -370,8 +401,21 @@ class OffbeatFabricStrategy(_Workers, FabricParallelStrategy, _BackwardSyncContr
             OffbeatError: the model or the optimizers cannot be used.
             WorkerError: the job did not start, or is running: it takes no newcomers.
         """
+        if self.session is not None and not self.session.has_left:
+            raise OffbeatError(
+                "fabric.setup was called twice, and a session has one model: set up a module that holds the "
+                "others, with all optimizers"
+            )
         self.session = join(module, optimizers, self._synchronization)
         return module, optimizers, scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse an optimizer without its model.
+
+        Raises:
+            OffbeatError: always.
+        """
+        raise OffbeatError("expected fabric.setup(model, optimizer): the session begins with both together")
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:

@@ -59,7 +59,7 @@ def open_source(run: str) -> JobSource:
     if path.exists():
         return LogSource(path)
     try:
-        host, port = split_host_and_port(run)
+        host, port = split_host_and_port(run.removeprefix("http://").rstrip("/"))
     except ValueError:
         raise OffbeatError(
             f"expected a run's folder, a run log, or HOST:PORT of a running job, got {run!r}: there is no "

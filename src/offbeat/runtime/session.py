@@ -628,6 +628,18 @@ class Session:
         self._before_exchange("session.gather_objects()")
         return self._values.gather("session.gather_objects()", value)
 
+    def gather_within_step(self, value: Any) -> dict[int, Any]:
+        """Return what `gather_objects` does, also within a step, which it does not end.
+
+        For frameworks, whose programs exchange metrics in the forward pass: all workers call it at the same
+        place of the same step.
+
+        Raises:
+            OffbeatError: as `gather_objects`.
+            WorkerError: as `barrier`, but for the place of the call.
+        """
+        return self._values.gather("session.gather_within_step()", value)
+
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of the worker with the smallest id, on all workers; see `gather_objects`."""
         check_between_steps("session.broadcast_object()", self.worker, self.step)

@@ -359,8 +359,6 @@ def test_a_program_that_does_not_use_each_batch_in_turn_is_told_what_to_do():
         running = iter(loader)
         next(running)
         loader.begin_batch()
-        with pytest.raises(OffbeatError, match=r"a batch had no backward pass: .*; use its loss times 0"):
-            loader.begin_batch()
         (optimizer,) = session._trained.optimizers
         use(session._trained.model, optimizer, torch.arange(2))
         with pytest.raises(OffbeatError, match="before a batch was taken: call it once for each batch"):
@@ -389,6 +387,42 @@ def take_a_step_ahead(rank, emit, strategy):
 def test_a_step_of_several_batches_is_taken_ahead_where_workers_count_their_own_steps(strategy):
     for steps, batches in values(run(take_a_step_ahead, 2, strategy)):
         assert steps == -(-batches // 3)
+
+
+def skip_a_batch(rank, emit):
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with offbeat.join(model, optimizer, AllReduce()) as session:
+        loader = session.loader(DataLoader(NUMBERS, BATCH), takes_ahead=True)
+        for _ in islice(loader, 2):
+            loader.begin_batch()
+
+
+def test_a_batch_that_is_taken_ahead_is_not_skipped_where_others_wait_for_it():
+    for ended in run(skip_a_batch, 2):
+        assert ended.was_ended_by("OffbeatError")
+        assert "a batch had no backward pass" in ended.error
+        assert "use its loss times 0" in ended.error
+
+
+def test_a_batch_of_an_epoch_that_was_dropped_does_not_begin():
+    session, loader = ahead()
+    with session:
+        running = iter(loader)
+        next(running)
+        loader.set_epoch(1)
+        with pytest.raises(OffbeatError, match="or after its epoch was dropped"):
+            loader.begin_batch()
+        assert next(running, None) is None
+        assert sorted(numbers_of(loader)) == EVERY
+
+
+def test_a_program_that_never_begins_a_batch_is_told_so():
+    session, loader = ahead()
+    with session:
+        (batch,) = next(iter(loader))
+        with pytest.raises(OffbeatError, match="a backward pass ended before begin_batch was called"):
+            session._trained.model(batch).backward()
 
 
 def take_where_assigned(rank, emit):

@@ -52,7 +52,7 @@ def test_a_training_in_the_wrapper_is_that_of_the_bare_model(strategy, join_wrap
     assert len({*bare}) == 1
 
 
-def test_the_wrapper_is_one_that_programs_know():
+def test_the_wrapper_is_one_that_programs_know(tmp_path):
     model = nn.Linear(2, 2)
     wrapped = offbeat.ddp(model)
     assert isinstance(wrapped, DistributedDataParallel)
@@ -61,6 +61,10 @@ def test_the_wrapper_is_one_that_programs_know():
     copied = copy.deepcopy(wrapped)
     assert copied.module is not model
     assert torch.equal(copied.module.weight, model.weight)
+    torch.save(wrapped, tmp_path / "wrapped")
+    loaded = torch.load(tmp_path / "wrapped", weights_only=False)
+    assert isinstance(loaded, DistributedDataParallel)
+    assert torch.equal(loaded.module.weight, model.weight)
     with wrapped.no_sync():  # without a session
         wrapped(torch.ones(1, 2)).sum().backward()
     with pytest.raises(OffbeatError, match="with parameters that require a gradient, got none"):

@@ -24,6 +24,9 @@ class TakenAhead:
         source: the batches of the epoch.
         begin: yields the batches of an iterator, each when it begins; each ends when the next one begins.
         is_last_used: whether the batch that has begun last, if any, has had a backward pass.
+
+    Attributes:
+        has_begun: a batch has begun.
     """
 
     def __init__(
@@ -35,7 +38,7 @@ class TakenAhead:
         self._source, self._is_last_used = source, is_last_used
         self._line: deque[SizedBatch] = deque()  # taken from the source, not begun
         self._given_count = 0  # of those, the ones that the program has
-        self._is_at_end = False
+        self._is_at_end = self.has_begun = False
         self._begun = begin(self._begin_in_turn())
 
     def _begin_in_turn(self) -> Iterator[SizedBatch]:
@@ -69,7 +72,11 @@ class TakenAhead:
         """
         self._check_last_used()
         if not self._given_count:
-            raise OffbeatError("begin_batch was called before a batch was taken: call it once for each batch")
+            raise OffbeatError(
+                "begin_batch was called before a batch was taken, or after its epoch was dropped: call it "
+                "once for each batch, in the order in which they were taken"
+            )
+        self.has_begun = True
         next(self._begun)
 
     def end_if_over(self) -> bool:
@@ -90,3 +97,5 @@ class TakenAhead:
     def close(self) -> None:
         """Drop what is left of the epoch."""
         self._begun.close()
+        self._line.clear()
+        self._given_count, self._source = 0, iter(())

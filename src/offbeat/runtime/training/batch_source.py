@@ -322,7 +322,17 @@ class BatchSource:
             self._synchronizer.set_batch_weight(0)
 
     def on_computed(self) -> None:
-        """Mark the current batch as used."""
+        """Mark the current batch as used.
+
+        Raises:
+            OffbeatError: batches were taken ahead, and none has begun.
+        """
+        rest = None if self._rest is None else self._rest[1]
+        if isinstance(rest, TakenAhead) and not rest.has_begun:
+            raise OffbeatError(
+                "a backward pass ended before begin_batch was called: with takes_ahead=True call it for each "
+                "batch, before its forward pass"
+            )
         self._pairing.is_batch_used = True
 
     def on_step_end(self) -> None:

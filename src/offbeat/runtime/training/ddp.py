@@ -47,6 +47,9 @@ class SessionDDP(DistributedDataParallel):
         with session.no_sync():
             yield
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return SessionDDP, (self.module,)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SessionDDP:
         return SessionDDP(copy.deepcopy(self.module, memo))
 
@@ -54,9 +57,9 @@ class SessionDDP(DistributedDataParallel):
 def ddp(model: nn.Module) -> DistributedDataParallel:
     """Wrap a model in a DistributedDataParallel that exchanges nothing, for code that insists on one.
 
-    Join the session with what this returns, or with the model; the session averages the gradients, as its
-    strategy says. The wrapper has `module`, `no_sync` (the session's) and the names in `state_dict` that
-    DistributedDataParallel has. It needs no `init_process_group`.
+    Join the session with what this returns, or with the model; in the first case its states have the names
+    that DistributedDataParallel gives them. The session averages the gradients, as its strategy says. The
+    wrapper has `module` and `no_sync` (the session's). It needs no `init_process_group`.
 
     Args:
         model: on the device on which it is trained, with parameters that require a gradient.
