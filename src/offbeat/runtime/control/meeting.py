@@ -6,6 +6,7 @@ The texts are in the job's store, under keys of their own, so that a training ma
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from offbeat.runtime.control.starting import new_job_id_and_token
 from offbeat.runtime.transport.addresses import own_address
 
 _HOST_STAYS_S: Final = 3.0  # after a worker was missing, so that the others see it in the store, too
+
+# By process, worker, attempt, job and its address: kept for the next meeting, as torch sometimes takes 5 s to
+# close the connection to a store.
+_stores: dict[tuple[int | str | None, ...], Store] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,7 @@ def meet(environment: Environment) -> Iterator[Meeting]:
     """
     rank, world, start_s = environment.rank, environment.world, environment.start_s
     host = own_address(environment.master_addr)
-    of_job = PrefixStore("meeting", open_job_store(environment, time.monotonic() + start_s))
+    of_job = PrefixStore("meeting", _open_store(environment))
     number = of_job.add(f"of/{rank}", 1)  # a later process of this rank does not find the texts of this one
     store = PrefixStore(str(number), of_job)
     hosts, own = hosts_job_store(environment), json.dumps(new_job_id_and_token())
@@ -81,6 +86,16 @@ def meet(environment: Environment) -> Iterator[Meeting]:
     except WorkerError:
         if hosts:  # to another worker it means that the host has seen them all
             raise
+
+
+def _open_store(environment: Environment) -> Store:
+    place = (
+        *(os.getpid(), environment.rank, environment.attempt),
+        *(environment.job_name, environment.master_addr, environment.master_port),
+    )
+    if place not in _stores:
+        _stores[place] = open_job_store(environment, time.monotonic() + environment.start_s)
+    return _stores[place]
 
 
 def _gather(
