@@ -104,7 +104,6 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
         self.session: Session | None = None
         self.num_nodes = 1
         self._synchronization = synchronization
-        self._metrics: list[tuple[Any, Any, Any]] = []  # of torchmetrics, and the functions that they had
         self._leader = 0
         self._lost: set[int] = set()
 
@@ -261,6 +260,10 @@ class OffbeatStrategy(_Workers, ParallelStrategy):  # type: ignore[misc]  # see 
     """
 
     _launcher_class = _TrainerLauncher
+
+    def __init__(self, synchronization: Strategy | str = "bsp", **options: Any) -> None:
+        super().__init__(synchronization, **options)
+        self._metrics: list[tuple[Any, Any, Any]] = []  # of torchmetrics, and the functions that they had
 
     def model_to_device(self) -> None:
         """Move the model to this worker's device."""

@@ -361,7 +361,9 @@ def test_a_program_that_does_not_use_each_batch_in_turn_is_told_what_to_do():
         loader.begin_batch()
         (optimizer,) = session._trained.optimizers
         use(session._trained.model, optimizer, torch.arange(2))
-        with pytest.raises(OffbeatError, match="before a batch was taken, or after its epoch was dropped: call"):
+        with pytest.raises(
+            OffbeatError, match="before a batch was taken, or after its epoch was dropped: call"
+        ):
             loader.begin_batch()
         with pytest.raises(OffbeatError, match="is being iterated already"):
             next(iter(session.loader(DataLoader(NUMBERS, BATCH), takes_ahead=True)))
@@ -378,6 +380,7 @@ def take_a_step_ahead(rank, emit, strategy):
             for (batch,) in taken:
                 loader.begin_batch()
                 model(batch).backward()
+            assert session.samples == sum(len(batch) for (batch,) in taken)
             optimizer.step()
             optimizer.zero_grad()
         return session.step, len(loader)

@@ -153,8 +153,7 @@ class BatchSource:
         rest = TakenAhead(
             source,
             lambda line: self._iterate(line, arguments["batch_size"]),
-            # Where each worker counts its own steps, none waits for a batch, and a pass ends with its step.
-            lambda: self._pairing.is_batch_used or self._synchronizer.step is None,
+            lambda: self._is_last_used,
         )
         self._rest = owner, rest
         return rest
@@ -245,7 +244,7 @@ class BatchSource:
                 self._timer.switch("compute")
                 yield batch
                 self._begin_batch()
-                if not self._pairing.is_batch_used:
+                if not self._is_last_used:
                     self.samples = before
             self._job.raise_if_failed()
             self._synchronizer.end_epoch()
@@ -256,6 +255,14 @@ class BatchSource:
             self._timer.switch("other")
             if not position.is_used_up:
                 self._drop_rest_of_epoch()
+
+    @property
+    def _is_last_used(self) -> bool:
+        """Whether the current batch has had a backward pass.
+
+        Where each worker counts its own steps, a pass ends with its step: then the batch is taken to be used.
+        """
+        return self._pairing.is_batch_used or self._synchronizer.step is None
 
     def _begin_batch(self) -> None:
         self._end_step()
