@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from offbeat.errors import OffbeatError
 from offbeat.runtime.session import Session, join
 from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.start_values import gather_objects
+from offbeat.runtime.training.value_exchange import REDUCTIONS, reduce_tensors
 from offbeat.strategies.model_averaging import AveragesModels
 from offbeat.strategies.partial import DPAR, PartialAllReduce
 from offbeat.strategies.registry import parse_strategy
@@ -48,13 +49,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 __all__ = ["OffbeatFabricStrategy", "OffbeatStrategy"]
-
-_REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "mean": lambda values: (values if values.is_floating_point() else values.double()).mean(0),
-    "sum": lambda values: values.sum(0),
-    "min": lambda values: values.amin(0),
-    "max": lambda values: values.amax(0),
-}
 
 
 class _Unobserved:
@@ -192,14 +186,15 @@ class _Workers(_Base):  # type: ignore[misc, valid-type]  # types of an extra ar
         if not isinstance(tensor, Tensor):
             return tensor
         name = str(reduce_op).lower().removeprefix("redoptype.").replace("avg", "mean")
-        if name not in _REDUCTIONS:
-            raise OffbeatError(f"expected a reduction of {', '.join(_REDUCTIONS)}, got {reduce_op}")
+        op = next((one for one in REDUCTIONS if one == name), None)
+        if op is None:
+            raise OffbeatError(f"expected a reduction of {', '.join(REDUCTIONS)}, got {reduce_op}")
         values = self._gather(tensor)
         if len({value.shape for value in values}) > 1:
             raise OffbeatError(
                 f"expected a tensor of one shape on all workers, got {[(*value.shape,) for value in values]}"
             )
-        return _REDUCTIONS[name](torch.stack(values))
+        return reduce_tensors(values, op)
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Return all workers' tensors, stacked, shape (workers, *shape).

@@ -37,9 +37,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from offbeat.errors import OffbeatError
 from offbeat.runtime.control.environment import NEWCOMER_VARIABLE, read_environment
-from offbeat.runtime.data.equal_shards import EqualShards
+from offbeat.runtime.data.equal_shards import count_steps
 from offbeat.runtime.session import Session, join
-from offbeat.runtime.training.ddp import sessions_of
+from offbeat.runtime.training.ddp import session_of
 from offbeat.runtime.training.interface import Strategy
 from offbeat.runtime.training.session_loader import SessionLoader
 
@@ -341,16 +341,13 @@ class OffbeatTrainerMixin:
             )
         given: DataLoader[Any] = super().get_train_dataloader()  # type: ignore[misc]
         samples = _plain_loader(given, self.args.train_batch_size)
-        shards = EqualShards(
-            samples=len(samples.dataset),  # type: ignore[arg-type]
-            workers=self.args.world_size,
-            batch_size=self.args.train_batch_size,
-            seed=0,
-            epoch=0,
-            shuffle=False,
+        steps = count_steps(
+            len(samples.dataset),  # type: ignore[arg-type]
+            self.args.world_size,
+            self.args.train_batch_size,
             drop_last=samples.drop_last,
         )
-        self._epoch_batches = _EpochBatches(samples, shards.steps)
+        self._epoch_batches = _EpochBatches(samples, steps)
         return DataLoader(self._epoch_batches, batch_size=1, shuffle=False, collate_fn=_only_one)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -483,7 +480,7 @@ class OffbeatCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _session_of(model: nn.Module) -> Session:
-    session = next((sessions_of[one] for one in model.modules() if one in sessions_of), None)
+    session = session_of(model)
     if session is None:
         raise OffbeatError(
             "OffbeatCallback needs a Trainer whose model is in a session: make it with "

@@ -132,3 +132,17 @@ def check_loader_options(loader_options: dict[str, Any]) -> None:
 def loader_generator(seed: tuple[int, ...]) -> torch.Generator:
     """Return the generator that seeds a DataLoader's processes, instead of the global one."""
     return torch.Generator().manual_seed(_mixed(*seed))
+
+
+def count_steps(samples: int, workers: int, batch_size: int, *, drop_last: bool) -> int:
+    """Return how many batches an epoch has on each worker; see `EqualShards`."""
+    shards = EqualShards(
+        samples=samples,
+        workers=workers,
+        batch_size=batch_size,
+        seed=0,
+        epoch=0,
+        shuffle=False,
+        drop_last=drop_last,
+    )
+    return shards.steps

@@ -27,6 +27,11 @@ sessions_of: weakref.WeakKeyDictionary[Optimizer | nn.Module, _Session] = weakre
 """The sessions of this process, by each optimizer, and each module with parameters, that is in one."""
 
 
+def session_of(model: nn.Module) -> _Session | None:
+    """Return the session that a model, or a part of it, is in; None if there is none."""
+    return next((sessions_of[one] for one in model.modules() if one in sessions_of), None)
+
+
 class SessionDDP(DistributedDataParallel):
     """What `ddp` returns."""
 
@@ -40,7 +45,7 @@ class SessionDDP(DistributedDataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Session.no_sync`, of the session of the module; without one it has no effect."""
-        session = next((sessions_of[one] for one in self.module.modules() if one in sessions_of), None)
+        session = session_of(self.module)
         if session is None:
             yield
             return

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from offbeat.errors import OffbeatError
-from offbeat.runtime.data.equal_shards import EqualShards
+from offbeat.runtime.data.equal_shards import count_steps
 from offbeat.runtime.data.taken_ahead import TakenAhead
 from offbeat.runtime.training.batch_source import BatchSource
 
@@ -112,15 +112,12 @@ class SessionLoader:
         Where the strategy assigns samples on demand, a fast worker gets more, and a slow one fewer.
         """
         given = self._arguments
-        return EqualShards(
-            samples=len(given.dataset),  # type: ignore[arg-type]
-            workers=self._world,
-            batch_size=given.batch_size,
-            seed=0,
-            epoch=0,
-            shuffle=False,
+        return count_steps(
+            len(given.dataset),  # type: ignore[arg-type]
+            self._world,
+            given.batch_size,
             drop_last=given.drop_last,
-        ).steps
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun: what is left of the one before is dropped.

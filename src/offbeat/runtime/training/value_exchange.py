@@ -23,7 +23,7 @@ from offbeat.runtime.training.job_connection import JobConnection
 
 Reduction: TypeAlias = Literal["mean", "sum", "min", "max"]
 Number: TypeAlias = float | Tensor
-REDUCTIONS: Final = ("mean", "sum", "min", "max")
+REDUCTIONS: Final[tuple[Reduction, ...]] = ("mean", "sum", "min", "max")
 _BYTES_MAX: Final = VALUE_CHARACTERS_MAX * 4 // 5  # of which base 85 makes as many characters
 _MARGIN_S: Final = 10.0  # the coordinator, which names the workers that are missing, is to be first
 
@@ -79,7 +79,7 @@ class ValueExchange:
         for name, one in named.items():
             values = [other[name] for other in gathered.values()]
             if isinstance(one, Tensor):
-                result[name] = _reduce_tensors(values, op).to(one.device)
+                result[name] = reduce_tensors(values, op).to(one.device)
             else:
                 result[name] = _reduce_numbers(values, op)
         return result if isinstance(value, Mapping) else result["the value"]
@@ -207,7 +207,8 @@ def _reduce_numbers(values: Sequence[float], op: Reduction) -> float:
     return min(values) if op == "min" else max(values)
 
 
-def _reduce_tensors(values: Sequence[Tensor], op: Reduction) -> Tensor:
+def reduce_tensors(values: Sequence[Tensor], op: Reduction) -> Tensor:
+    """Return the mean, sum, minimum or maximum of tensors of one shape; see `Session.reduce`."""
     stacked = torch.stack(list(values))
     if op == "min":
         return stacked.amin(0)
